@@ -1,0 +1,25 @@
+"""File name = registered name. A plug-in is one file in a package that defines one agreed attribute."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from typing import Any
+
+from kvarn.core.errors import UnknownName
+
+_NOT_PLUGINS = frozenset({"base"})
+
+
+def names_in(package: str) -> tuple[str, ...]:
+    """Names of the plug-ins in `package` (a dotted name), sorted. Imports the package, not the plug-ins."""
+    path = import_module(package).__path__
+    found = (m.name for m in pkgutil.iter_modules(path))
+    return tuple(sorted(n for n in found if n not in _NOT_PLUGINS and not n.startswith("_")))
+
+
+def load(package: str, name: str, attribute: str, kind: str) -> Any:
+    """`package.name`'s `attribute`. Raises UnknownName with the known ones; a broken file shows its own traceback."""
+    if name not in (known := names_in(package)):
+        raise UnknownName(kind, name, known)
+    return getattr(import_module(f"{package}.{name}"), attribute)

@@ -1,0 +1,130 @@
+"""The operations of a backend, their operands, and the only argument checks.
+
+Shape letters: T tokens of the step, S sequences of the step, R table rows, C table columns, N blocks of a pool,
+L layers of a group, H KV heads, G query heads a KV head (Hq = H * G), D key dim, E value dim, B block size.
+
+A step is ragged: sequence s owns the token rows query_start[s] .. query_start[s + 1], any mix of prefill chunks and
+single decode rows. Every slot of a pool has a logical position (-1: holds nothing). Which keys a query at position p
+attends is decided by positions alone: 0 <= position <= p, and position > p - window where the layer has a window.
+So blocks may come in any order and have holes, and causality needs no other mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvarn.core.formats import KVFormat
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """One format's storage of one cache group.
+
+    k, v: the format's tensors in the order of its k_layout and v_layout, each [N, L, H, *layout shape]; where the
+    group's grain has no layer or head axis the stride there is 0. positions [N, B] int32: logical position, or -1.
+    """
+
+    format: KVFormat
+    block_size: int
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """Block tables of the group's sequences. pool [R, C] uint8: index into the pools; block [R, C] int32; length [R]
+    int32: entries in use. first_row [S] int32: the row of sequence s for layer 0 and head 0; layer l and head h
+    stand at first_row[s] + l * layer_stride + h * head_stride (strides 0 where the grain has no such axis)."""
+
+    pool: Tensor
+    block: Tensor
+    length: Tensor
+    first_row: Tensor
+    layer_stride: int
+    head_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """query_start [S + 1] int32, positions [T] int32 (logical). max_queries: the longest sequence span of the step."""
+
+    query_start: Tensor
+    positions: Tensor
+    max_queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotation of this step's tokens: cos, sin [T, R/2] float32 with any attention scaling folded in. Rotates the first
+    R channels as halves: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 = x[:R/2], x2 = x[R/2:R]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttendParams:
+    """scale multiplies q.k; soft_cap c: c * tanh(score / c); window_tokens as in LayerSpec; chunk_tokens: only keys with
+    position // chunk == p // chunk. sinks [Hq]: a learned logit a head joins the softmax's denominator (gpt-oss)."""
+
+    scale: float
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """out [T, Hq, E] in q's dtype; lse [T, Hq] float32, the log-sum-exp of the scaled scores (-inf: no key seen)."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Backend(Protocol):
+    """One implementation of the operations. All are pure but for the tensors that their names say they write."""
+
+    name: str
+
+    def rope(self, x: Tensor, rope: Rope) -> Tensor:
+        """x [T, heads, D], rotated; new tensor or x itself rewritten."""
+        ...
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor, pool: PoolView, layer: int) -> None:
+        """Write k [T, H, D], v [T, H, E] (already rotated) into slots [T, 1 or L, 1 or H] int64 = block * B + slot of an
+        open (float) pool for the group's layer index `layer`. A slot of -1 is not written."""
+        ...
+
+    def attend(
+        self, q: Tensor, rows: StepRows, table: TableView, pools: Sequence[PoolView], layer: int, params: AttendParams
+    ) -> Attended:
+        """q [T, Hq, D] (already rotated) over all blocks of each sequence's table rows, in any mix of formats. Tiled,
+        running log-sum-exp; scores and sums in float32 (float64 for float64 q). KV heads are never expanded in memory."""
+        ...
+
+    def seal(self, source: PoolView, source_blocks: Tensor, target: PoolView, target_blocks: Tensor) -> None:
+        """Encode whole blocks source_blocks [n] int64 of a float pool into target_blocks [n] of another format's pool,
+        for every layer and head they hold. Positions are not copied (the ledger's business)."""
+        ...
+
+    def decode(self, pool: PoolView, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of blocks [n] in float32: k [n, L, H, D, B], v [n, L, H, B, E]; unset slots undefined."""
+        ...
+
+    def copy_blocks(self, pool: PoolView, source: Tensor, target: Tensor) -> None:
+        """Copy blocks source [n] int64 onto target [n], all layers and heads, bit for bit."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., n] * weight / rms(x), statistics in float32, result in x's dtype."""
+        ...
+
+    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up; activation 'silu' or 'gelu_tanh'."""
+        ...

@@ -1,0 +1,3 @@
+from kvarn.core.formats import FloatFormat
+
+FORMAT = FloatFormat("float32")

@@ -1,0 +1,40 @@
+"""What a model layer sees of the cache, and what a step is to a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvarn.kernels.api import AttendParams, Backend, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step of a ragged batch, as the model sees it. T token rows.
+
+    token_ids [T] int64; positions [T] int64, logical; kernels: the backend for the small fused operations."""
+
+    token_ids: Tensor
+    positions: Tensor
+    kernels: Backend
+
+
+class LayerKV(Protocol):
+    """One layer's cache in one step."""
+
+    def append_and_attend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, rope: Rope | None, params: AttendParams
+    ) -> Tensor:
+        """q [T, Hq, D], k [T, H, D], v [T, H, E], not yet rotated. Rotates q and k, appends k and v to the cache, attends.
+        A layer that shares another's cache passes k = v = None. Returns [T, Hq, E] in q's dtype."""
+        ...
+
+
+class StepKV(Protocol):
+    """The cache of one step, handed into the model's forward."""
+
+    def layer(self, index: int) -> LayerKV:
+        """The cache of model layer `index`."""
+        ...
