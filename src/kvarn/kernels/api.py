@@ -69,7 +69,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttendParams:
-    """scale multiplies q.k; soft_cap c: c * tanh(score / c); window_tokens as in LayerSpec; chunk_tokens: only keys with
+    """scale multiplies q.k; soft_cap c: c * tanh(score / c); window_tokens as in LayerSpec; chunk_tokens: keys with
     position // chunk == p // chunk. sinks [Hq]: a learned logit a head joins the softmax's denominator (gpt-oss)."""
 
     scale: float
@@ -97,15 +97,15 @@ class Backend(Protocol):
         ...
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor, pool: PoolView, layer: int) -> None:
-        """Write k [T, H, D], v [T, H, E] (already rotated) into slots [T, 1 or L, 1 or H] int64 = block * B + slot of an
-        open (float) pool for the group's layer index `layer`. A slot of -1 is not written."""
+        """Write k [T, H, D], v [T, H, E] (already rotated) into slots [T, 1 or L, 1 or H] int64 = block * B + slot of
+        an open (float) pool for the group's layer index `layer`. A slot of -1 is not written."""
         ...
 
     def attend(
         self, q: Tensor, rows: StepRows, table: TableView, pools: Sequence[PoolView], layer: int, params: AttendParams
     ) -> Attended:
-        """q [T, Hq, D] (already rotated) over all blocks of each sequence's table rows, in any mix of formats. Tiled,
-        running log-sum-exp; scores and sums in float32 (float64 for float64 q). KV heads are never expanded in memory."""
+        """q [T, Hq, D] (already rotated) over all blocks of each sequence's table rows, in any mix of formats.
+        Tiled, running log-sum-exp; scores and sums in float32 (float64 for float64 q). KV heads never expanded."""
         ...
 
     def seal(self, source: PoolView, source_blocks: Tensor, target: PoolView, target_blocks: Tensor) -> None:
