@@ -27,7 +27,7 @@ class LayerKV(Protocol):
     def append_and_attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, rope: Rope | None, params: AttendParams
     ) -> Tensor:
-        """q [T, Hq, D], k [T, H, D], v [T, H, E], not yet rotated. Rotates q and k, appends k and v to the cache, attends.
+        """q [T, Hq, D], k [T, H, D], v [T, H, E], not yet rotated. Rotates q and k, appends k and v, attends.
         A layer that shares another's cache passes k = v = None. Returns [T, Hq, E] in q's dtype."""
         ...
 
