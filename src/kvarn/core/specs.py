@@ -31,11 +31,15 @@ class LayerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of recurrent state, per sequence and layer."""
+    """One tensor of recurrent state, per sequence and layer.
+
+    name: "conv" for the columns a causal convolution remembers, "ssm" for a recurrent matrix. columns: of a "conv"
+    tensor, how many time steps it remembers (kernel - 1); elements = channels * columns. Drafting engines keep more."""
 
     name: str
     elements: int
     dtype: str
+    columns: int = 0
 
     @property
     def nbytes(self) -> int:
