@@ -17,7 +17,8 @@ class EngineOptions:
 
     weights: float32 | bfloat16 | native. kv: a KV format's name, or k=NAME,v=NAME. kv_memory_bytes: budget of all
     pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step at most (prefill chunks
-    and decode rows together).
+    and decode rows together). residual_tokens: newest tokens that stay in full precision before a quantized format
+    seals them. poison: fill free slots with NaN, so that reading one shows (tests).
     """
 
     weights: str = "native"
@@ -28,6 +29,7 @@ class EngineOptions:
     context_tokens: int | None = None
     max_seqs: int = 64
     step_tokens: int = 512
+    residual_tokens: int = 32
     backend: str | None = None
     threads: int | None = None
     poison: bool = False
@@ -63,6 +65,7 @@ class CachePlan:
     context_tokens: int
     max_seqs: int
     step_tokens: int
+    residual_tokens: int
     groups: tuple[GroupPlan, ...]
     bytes_per_token: int
     reasons: tuple[str, ...] = field(default=())

@@ -1,0 +1,94 @@
+"""The ledger of one pool: which blocks are free, how often each held one is referenced, what each slot holds.
+
+Integers only: the numbers live in tensors that `kvarn.kv.storage` allocates; the kernels read `positions` in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+EMPTY = -1
+
+
+class BlockPool:
+    """n_blocks blocks of block_size slots. A block is free (reference count 0) or held.
+
+    positions [n_blocks, block_size] int32: the logical position in each slot, EMPTY where it holds nothing.
+    """
+
+    def __init__(self, n_blocks: int, block_size: int) -> None:
+        self.n_blocks, self.block_size = n_blocks, block_size
+        self.positions = np.full((n_blocks, block_size), EMPTY, dtype=np.int32)
+        self.flat_positions = self.positions.reshape(-1)
+        self.refs = np.zeros(n_blocks, dtype=np.int32)
+        self._free = list(range(n_blocks - 1, -1, -1))
+        self.peak_blocks = 0
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def held_blocks(self) -> int:
+        return self.n_blocks - len(self._free)
+
+    def take(self, n: int) -> list[int] | None:
+        """n free blocks, each now referenced once; None (and nothing changed) where fewer are free."""
+        if n > len(self._free):
+            return None
+        cut = len(self._free) - n
+        taken = self._free[cut:][::-1]
+        del self._free[cut:]
+        self._hold(taken)
+        return taken
+
+    def take_run(self, n: int) -> list[int] | None:
+        """n free blocks with consecutive ids, first fit; None where there is no such run (contiguous allocation)."""
+        run = _first_run(self.refs == 0, n)
+        if run is None:
+            return None
+        taken = list(range(run, run + n))
+        gone = set(taken)
+        self._free = [b for b in self._free if b not in gone]
+        self._hold(taken)
+        return taken
+
+    def _hold(self, taken: list[int]) -> None:
+        self.refs[taken] = 1
+        self.peak_blocks = max(self.peak_blocks, self.held_blocks)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of these held blocks."""
+        self.refs[list(blocks)] += 1
+
+    def give_back(self, blocks: Sequence[int]) -> list[int]:
+        """One reference less to each; returns those that became free, their slots emptied."""
+        freed = []
+        for block in blocks:
+            count = int(self.refs[block]) - 1
+            assert count >= 0, f"block {block} given back more often than taken"
+            self.refs[block] = count
+            if count == 0:
+                freed.append(block)
+        if freed:
+            self.positions[freed] = EMPTY
+            self._free.extend(reversed(freed))
+        return freed
+
+    def check(self) -> None:
+        """The ledger balances: free + held == total, free exactly where unreferenced, and free slots hold nothing."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block stands in the free list twice"
+        assert free == set(np.flatnonzero(self.refs == 0).tolist()), "free list and reference counts disagree"
+        assert bool((self.positions[sorted(free)] == EMPTY).all()), "a free block has a slot that holds something"
+
+
+def _first_run(free: np.ndarray, n: int) -> int | None:
+    """Index of the first n consecutive True values."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], free.astype(np.int8), [0]))))
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        if end - begin >= n:
+            return int(begin)
+    return None

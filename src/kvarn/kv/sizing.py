@@ -1,0 +1,156 @@
+"""From what was asked to a cache plan: formats, pool sizes, bytes, with the reasons. Integers only, no torch: the
+planner and the engine both call this, so the plan is the allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvarn.core.errors import DoesNotFit, IncompatiblePlan
+from kvarn.core.formats import KVFormat, parse_kv_format
+from kvarn.core.options import CachePlan, EngineOptions, GroupPlan, PoolPlan
+from kvarn.core.specs import GroupSpec, LayerSpec, cache_groups
+
+UNSTATED_CONTEXT_TOKENS = 8192
+FREE_SHARE = 0.5  # of the memory that is free, when no budget was stated
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def group_block_bytes(group: GroupSpec, kv: KVFormat, block_size: int) -> int:
+    """Bytes of one block of a group: all its layers, all its KV heads."""
+    spec = group.spec
+    return len(group.layers) * spec.kv_heads * kv.block_bytes(spec.k_dim, spec.v_dim, block_size)
+
+
+def sequence_blocks(spec: LayerSpec, context_tokens: int, block_size: int) -> int:
+    """Blocks that one sequence of context_tokens holds between steps: all of them, or those that touch the window."""
+    full = blocks_for(context_tokens, block_size)
+    if spec.window_tokens is None:
+        return full
+    return min(full, blocks_for(spec.window_tokens - 1, block_size) + 1)
+
+
+def step_blocks(spec: LayerSpec, step_tokens: int, block_size: int) -> int:
+    """Blocks that the tokens in flight need beside those held: a window group frees old blocks only after the step."""
+    return 0 if spec.window_tokens is None else blocks_for(step_tokens, block_size) + 1
+
+
+def table_columns(spec: LayerSpec, context_tokens: int, step_tokens: int, block_size: int) -> int:
+    """Table columns that a row of this group can need."""
+    held = sequence_blocks(spec, context_tokens, block_size) + step_blocks(spec, step_tokens, block_size)
+    return min(held, blocks_for(context_tokens, block_size)) + 1
+
+
+def bytes_per_token(layers: Sequence[LayerSpec], kv: KVFormat, block_size: int) -> int:
+    """KV bytes that one token adds while every layer still holds it (a full block's share; exact for whole blocks)."""
+    return sum(group_block_bytes(g, kv, block_size) for g in cache_groups(layers)) // block_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A pool before its size is known: at most `ceiling` blocks of `block_bytes`."""
+
+    group: GroupSpec
+    format: str
+    block_bytes: int
+    ceiling: int
+
+
+def _pools(group: GroupSpec, kv: KVFormat, open_kv: KVFormat, asked: EngineOptions, context: int) -> tuple[_Pool, ...]:
+    """The open pool first; a format that is written only when a block is sealed gets a pool of its own behind it."""
+    size, seqs = asked.block_size, asked.max_seqs
+    in_flight = step_blocks(group.spec, asked.step_tokens, size)
+    held = seqs * sequence_blocks(group.spec, context, size) + in_flight
+    if not kv.sealed_only:
+        return (_Pool(group, kv.name, group_block_bytes(group, kv, size), held),)
+    newest = seqs * (blocks_for(asked.residual_tokens, size) + 1) + blocks_for(asked.step_tokens, size) + 1
+    return (
+        _Pool(group, open_kv.name, group_block_bytes(group, open_kv, size), min(newest, held)),
+        _Pool(group, kv.name, group_block_bytes(group, kv, size), held),
+    )
+
+
+def plan_cache(
+    layers: Sequence[LayerSpec],
+    asked: EngineOptions,
+    *,
+    max_context: int | None,
+    default_format: str,
+    free_bytes: int,
+) -> CachePlan:
+    """Decide the pools. max_context: the model's own limit, None if unstated. default_format: the float format of
+    open blocks, and of all where `asked.kv` is None. free_bytes: memory to divide where `asked.kv_memory_bytes` is
+    None. Raises DoesNotFit, IncompatiblePlan, UnknownName, ConfigError."""
+    open_kv, kv = parse_kv_format(default_format), parse_kv_format(asked.kv or default_format)
+    context = asked.context_tokens or max_context or UNSTATED_CONTEXT_TOKENS
+    _check(asked, kv, context)
+    pools = [p for g in cache_groups(layers) for p in _pools(g, kv, open_kv, asked, context)]
+    budget = asked.kv_memory_bytes if asked.kv_memory_bytes is not None else int(free_bytes * FREE_SHARE)
+    per_context = blocks_for(context, asked.block_size)
+    unit = per_context if asked.cache == "contiguous" else 1
+    n = 0 if asked.cache == "none" or not pools else _most_blocks(budget, pools, asked.max_seqs * per_context, unit)
+    if pools and asked.cache != "none" and n < unit:
+        least = sum(p.block_bytes * min(unit, p.ceiling) for p in pools)
+        what = f"one reservation of {context} tokens" if unit > 1 else f"one block of {asked.block_size} tokens"
+        raise DoesNotFit(
+            f"the KV cache has {budget:,} B; {what} takes {least:,} B in {kv.name}",
+            fixes=(f"--kv-memory {least}", "a shorter --context", "a smaller KV format", "a smaller --block-size"),
+        )
+    groups = tuple(
+        GroupPlan(g, tuple(PoolPlan(p.format, min(n, p.ceiling), p.block_bytes) for p in pools if p.group is g))
+        for g in dict.fromkeys(p.group for p in pools)
+    )
+    return CachePlan(
+        mode=asked.cache,
+        block_size=asked.block_size,
+        context_tokens=context,
+        max_seqs=asked.max_seqs,
+        step_tokens=asked.step_tokens,
+        residual_tokens=asked.residual_tokens,
+        groups=groups,
+        bytes_per_token=bytes_per_token(layers, kv, asked.block_size),
+        reasons=_reasons(asked, max_context, context, budget, n),
+    )
+
+
+def _check(asked: EngineOptions, kv: KVFormat, context: int) -> None:
+    """Refuse figures that mean nothing and pairs that exclude each other."""
+    for name in ("block_size", "max_seqs", "step_tokens"):
+        if (value := getattr(asked, name)) < 1:
+            raise IncompatiblePlan(f"{name} is {value}; it must be at least 1")
+    if context < 1:
+        raise IncompatiblePlan(f"context is {context} tokens; it must be at least 1")
+    if asked.kv_memory_bytes is not None and asked.kv_memory_bytes < 1:
+        raise IncompatiblePlan(f"KV memory is {asked.kv_memory_bytes} B; it must be positive")
+    if asked.cache != "paged" and kv.sealed_only:
+        raise IncompatiblePlan(
+            f"--cache {asked.cache} has no sealed blocks, and {kv.name} is written only when a block is sealed",
+            fixes=("--cache paged", "--kv bfloat16"),
+        )
+
+
+def _reasons(asked: EngineOptions, max_context: int | None, context: int, budget: int, n: int) -> tuple[str, ...]:
+    source = "asked" if asked.context_tokens else "the model's" if max_context else "a default, the model states none"
+    share = "asked" if asked.kv_memory_bytes is not None else f"{FREE_SHARE:.0%} of free memory"
+    whole = asked.max_seqs * blocks_for(context, asked.block_size)
+    return (
+        f"context {context} tokens: {source}",
+        f"KV budget {budget:,} B: {share}",
+        f"{n} blocks of {asked.block_size} tokens; {asked.max_seqs} sequences of {context} tokens could take {whole}",
+    )
+
+
+def _most_blocks(budget: int, pools: Sequence[_Pool], whole: int, unit: int) -> int:
+    """The largest n (a multiple of unit, at most `whole`) for which min(n, ceiling) blocks of each pool fit."""
+
+    def cost(n: int) -> int:
+        return sum(p.block_bytes * min(n, p.ceiling) for p in pools)
+
+    low, high = 0, whole // unit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost(middle * unit) <= budget else (low, middle - 1)
+    return low * unit

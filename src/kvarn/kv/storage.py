@@ -1,0 +1,51 @@
+"""The tensors of the pools: allocated once from the plan, in the layout that the formats declare."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvarn.core.formats import TensorLayout, parse_kv_format
+from kvarn.core.options import PoolPlan
+from kvarn.core.specs import GroupSpec
+from kvarn.kernels.api import PoolView
+from kvarn.kv.pool import BlockPool
+
+
+class PoolStorage:
+    """One pool's tensors, [n_blocks, layers, heads, *layout]; `view` is what the kernels get."""
+
+    def __init__(self, group: GroupSpec, plan: PoolPlan, ledger: BlockPool, device: torch.device) -> None:
+        fmt, spec = parse_kv_format(plan.format), group.spec
+        shape = (plan.n_blocks, len(group.layers), spec.kv_heads)
+
+        def allocate(layouts: tuple[TensorLayout, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.empty((*shape, *t.shape), dtype=getattr(torch, t.dtype), device=device) for t in layouts)
+
+        self.view = PoolView(
+            format=fmt,
+            block_size=ledger.block_size,
+            k=allocate(fmt.k.k_layout(spec.k_dim, ledger.block_size)),
+            v=allocate(fmt.v.v_layout(spec.v_dim, ledger.block_size)),
+            positions=torch.from_numpy(ledger.positions),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.view.k, *self.view.v)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
+    def poison(self, blocks: list[int] | None = None) -> None:
+        """Fill blocks (None: all) with NaN, or with the integer types' extreme, so that reading a free slot shows."""
+        for tensor in self.tensors():
+            value = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+            tensor[slice(None) if blocks is None else blocks] = value
+
+    def poison_slots(self, slots: Tensor) -> None:
+        """Fill single slots (block * block_size + slot) of an open float pool with NaN."""
+        (k,), (v,) = self.view.k, self.view.v
+        block, slot = slots // self.view.block_size, slots % self.view.block_size
+        k[block, ..., slot] = float("nan")
+        v[block, :, :, slot] = float("nan")
