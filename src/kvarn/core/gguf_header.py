@@ -30,7 +30,7 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 1 << 16
 MAX_ELEMENTS = 1 << 48
 
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _SCALAR_STRUCTS = {code: struct.Struct(text) for code, text in _SCALARS.items()}
 _SCALAR_DTYPES = {code: np.dtype(text) for code, text in _SCALARS.items()}
@@ -234,7 +234,9 @@ class _Cursor:
         if code not in _SCALAR_STRUCTS:
             raise self.error(f"unknown metadata type {code}")
         unpack = _SCALAR_STRUCTS[code]
-        return unpack.unpack_from(self.buffer, self.need(unpack.size))[0]
+        found = unpack.unpack_from(self.buffer, self.need(unpack.size))[0]
+        # 1e-05 and not 9.999999747378752e-06: the decimal that was meant, as config.json has it
+        return float(str(np.float32(found))) if code == _FLOAT32 else found
 
     def array(self) -> tuple[Any, ...] | GGUFArray:
         code, length = self.u32(), self.u64()
