@@ -16,6 +16,7 @@ class BlockPool:
     """n_blocks blocks of block_size slots. A block is free (reference count 0) or held.
 
     positions [n_blocks, block_size] int32: the logical position in each slot, EMPTY where it holds nothing.
+    stored_slots: how many slots hold a token.
     """
 
     def __init__(self, n_blocks: int, block_size: int) -> None:
@@ -24,7 +25,7 @@ class BlockPool:
         self.flat_positions = self.positions.reshape(-1)
         self.refs = np.zeros(n_blocks, dtype=np.int32)
         self._free = list(range(n_blocks - 1, -1, -1))
-        self.peak_blocks = 0
+        self.stored_slots = 0
 
     @property
     def free_blocks(self) -> int:
@@ -41,7 +42,7 @@ class BlockPool:
         cut = len(self._free) - n
         taken = self._free[cut:][::-1]
         del self._free[cut:]
-        self._hold(taken)
+        self.refs[taken] = 1
         return taken
 
     def take_run(self, n: int) -> list[int] | None:
@@ -52,12 +53,8 @@ class BlockPool:
         taken = list(range(run, run + n))
         gone = set(taken)
         self._free = [b for b in self._free if b not in gone]
-        self._hold(taken)
-        return taken
-
-    def _hold(self, taken: list[int]) -> None:
         self.refs[taken] = 1
-        self.peak_blocks = max(self.peak_blocks, self.held_blocks)
+        return taken
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each of these held blocks."""
@@ -73,15 +70,37 @@ class BlockPool:
             if count == 0:
                 freed.append(block)
         if freed:
+            self.stored_slots -= int(np.count_nonzero(self.positions[freed] >= 0))
             self.positions[freed] = EMPTY
             self._free.extend(reversed(freed))
         return freed
+
+    def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """These empty slots (block * block_size + slot) now hold the tokens at these logical positions."""
+        self.flat_positions[slots] = positions
+        self.stored_slots += slots.size
+
+    def empty(self, slots: np.ndarray) -> None:
+        """These slots hold nothing any more."""
+        self.stored_slots -= int(np.count_nonzero(self.flat_positions[slots] >= 0))
+        self.flat_positions[slots] = EMPTY
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The target blocks, empty so far, hold what the sources hold."""
+        self.adopt(self, sources, targets)
+
+    def adopt(self, other: BlockPool, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The target blocks, empty so far, hold what other's source blocks hold."""
+        positions = other.positions[list(sources)]
+        self.positions[list(targets)] = positions
+        self.stored_slots += int(np.count_nonzero(positions >= 0))
 
     def check(self) -> None:
         """The ledger balances: free + held == total, free exactly where unreferenced, and free slots hold nothing."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block stands in the free list twice"
         assert free == set(np.flatnonzero(self.refs == 0).tolist()), "free list and reference counts disagree"
+        assert self.stored_slots == np.count_nonzero(self.positions >= 0), "stored slots miscounted"
         assert bool((self.positions[sorted(free)] == EMPTY).all()), "a free block has a slot that holds something"
 
 
