@@ -33,23 +33,13 @@ class CacheGroup:
         self.pool_block_bytes = tuple(p.block_bytes for p in planned.pools)
         columns = table_columns(self.spec, plan.context_tokens, plan.step_tokens, plan.block_size)
         self.tables = BlockTables(plan.max_seqs, columns)
-        tables = (self.tables.pool, self.tables.block, self.tables.length)
-        self._table_tensors = tuple(torch.from_numpy(a) for a in tables)
+        self._pool_of, self._block_of = torch.from_numpy(self.tables.pool), torch.from_numpy(self.tables.block)
+        self._length_of = torch.from_numpy(self.tables.length)
         self._sealed_as: dict[int, int] = {}
         self._open_columns = 0
         if poison:
             for store in self.stores:
                 store.poison()
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block at rest: sealed where there is such a format."""
-        return self.pool_block_bytes[-1]
-
-    @property
-    def capacity_blocks(self) -> int:
-        """Blocks that sequences can hold at once."""
-        return self.pools[-1].n_blocks
 
     @property
     def element_bytes(self) -> int:
@@ -58,11 +48,27 @@ class CacheGroup:
 
     def table_view(self, first_rows: np.ndarray) -> TableView:
         """What the kernels see of the tables; first_rows [S] int32."""
-        return TableView(*self._table_tensors, torch.from_numpy(first_rows), layer_stride=0, head_stride=0)
+        first = torch.from_numpy(first_rows)
+        return TableView(self._pool_of, self._block_of, self._length_of, first, layer_stride=0, head_stride=0)
 
-    def columns_held(self, tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds between steps."""
-        return sequence_blocks(self.spec, tokens, self.block_size)
+    def describe(self, index: int) -> str:
+        """The group in words, for reasons and errors."""
+        window = self.spec.window_tokens
+        kind = "full attention" if window is None else f"window of {window} tokens"
+        return f"group {index} ({len(self.layers)} layers, {kind})"
+
+    def peak_blocks(self, tokens: int) -> list[tuple[BlockPool, int, int]]:
+        """For each pool: (pool, bytes a block, blocks that one sequence of so many tokens needs within a step)."""
+        every = blocks_for(tokens, self.block_size)
+        in_flight = blocks_for(min(tokens, self.plan.step_tokens), self.block_size) + 1
+        held = sequence_blocks(self.spec, tokens, self.block_size)
+        if self.spec.window_tokens is not None:
+            held = min(every, held + in_flight)
+        needs = [held]
+        if len(self.pools) > 1:
+            newest = blocks_for(self.plan.residual_tokens, self.block_size) + 1
+            needs = [min(held, newest + in_flight), held]
+        return list(zip(self.pools, self.pool_block_bytes, needs, strict=True))
 
     # -- rows -----------------------------------------------------------------------------------------------------
     def take_row(self) -> int:
@@ -112,16 +118,6 @@ class CacheGroup:
         if len(self.pools) > 1:
             short = max(short, want - (self.pools[SEALED].free_blocks - self._open_columns))
         return max(0, short)
-
-    def tokens_that_fit(self, row: int) -> int:
-        """How many more tokens could be written to this row with the blocks that are free now."""
-        free = self.pools[OPEN].free_blocks
-        if len(self.pools) > 1:
-            free = min(free, self.pools[SEALED].free_blocks - self._open_columns)
-        if self._tail_is_shared(row):
-            free -= 1
-        slack = int(self.tables.length[row]) * self.block_size - int(self.tables.fill[row])
-        return max(0, slack + free * self.block_size) if free >= 0 else 0
 
     def take(self, row: int, new_tokens: int) -> tuple[int, ...]:
         """Take what blocks_wanted says; the caller made sure that it is there. Returns the new blocks."""

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 import torch
 
 from kvarn.core.events import BlocksDropped, BlocksTaken, EventSink, SequenceAdmitted, SequenceReleased
+from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan
-from kvarn.core.specs import LayerKind, LayerSpec
+from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend
 from kvarn.kv.group import CacheGroup
-from kvarn.kv.outcomes import NoRoom
+from kvarn.kv.places import layer_places
 from kvarn.kv.sizing import blocks_for
 from kvarn.kv.stats import CacheMemory, measure
-from kvarn.kv.step import CacheStep, LayerPlace, Span, build_step
+from kvarn.kv.step import CacheStep, Span, build_step
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class CacheManager:
         self._emit = emit or (lambda event: None)
         self.device = torch.device(device)
         self.groups = tuple(CacheGroup(g, plan, backend, self.device, poison) for g in plan.groups)
-        self.places = _places(layers, plan)
+        self.places = layer_places(layers, plan)
         self.sequences: dict[int, SequenceState] = {}
         self.peak = measure(self)
 
@@ -61,20 +62,23 @@ class CacheManager:
         if total_tokens > self.plan.context_tokens:
             return f"{total_tokens} tokens; the context is {self.plan.context_tokens} tokens"
         for group in self.groups:
-            if (need := group.columns_held(total_tokens)) > (have := group.capacity_blocks):
-                size = self.plan.block_size
-                return (
-                    f"{total_tokens} tokens take {need} blocks of {size} tokens ({need * group.block_bytes:,} B); "
-                    f"the whole KV cache has {have} ({have * group.block_bytes:,} B)"
-                )
+            for pool, block_bytes, need in group.peak_blocks(total_tokens):
+                if need > pool.n_blocks:
+                    whole = f"{pool.n_blocks} ({pool.n_blocks * block_bytes:,} B)"
+                    return (
+                        f"{total_tokens} tokens take {need} blocks of {self.plan.block_size} tokens "
+                        f"({need * block_bytes:,} B); the whole pool has {whole}"
+                    )
         return None
 
-    def admit(self, seq_id: int, token_ids: Sequence[int], namespace: bytes = b"") -> int | NoRoom:
+    def admit(
+        self, seq_id: int, token_ids: Sequence[int], namespace: bytes, *, headroom_tokens: int = 0, reuse: bool = True
+    ) -> int | NoRoom:
         """Register a sequence; returns how many of its tokens are already cached. Takes no block yet, but for the
         contiguous baseline, which takes all that the context could need."""
         assert seq_id not in self.sequences, f"sequence {seq_id} admitted twice"
-        if len(self.sequences) >= self.plan.max_seqs:
-            return NoRoom(f"all {self.plan.max_seqs} sequence slots are in use")
+        if short := self._admission_short(len(token_ids), headroom_tokens):
+            return short
         state = SequenceState(seq_id, tuple(g.take_row() for g in self.groups))
         self.sequences[seq_id] = state
         if self.plan.mode == "contiguous" and (short := self._reserve_context(state)):
@@ -83,11 +87,23 @@ class CacheManager:
         self._emit(SequenceAdmitted(seq_id, 0))
         return 0
 
+    def _admission_short(self, tokens: int, headroom_tokens: int) -> NoRoom | None:
+        if len(self.sequences) >= self.plan.max_seqs:
+            return NoRoom(0, f"sequence slots: all {self.plan.max_seqs} are in use")
+        if self.plan.mode == "contiguous":
+            return None
+        for index, group in enumerate(self.groups):
+            for pool, _, need in group.peak_blocks(tokens):
+                short = need + blocks_for(headroom_tokens, self.plan.block_size) - pool.free_blocks
+                if short > 0:
+                    return NoRoom(short, group.describe(index))
+        return None
+
     def _reserve_context(self, state: SequenceState) -> NoRoom | None:
         blocks = blocks_for(self.plan.context_tokens, self.plan.block_size)
         for group, row in zip(self.groups, state.rows, strict=True):
             if not group.reserve_run(row, min(blocks, group.tables.columns)):
-                return NoRoom(f"no run of {blocks} blocks is free", short_by_blocks=blocks)
+                return NoRoom(blocks, "a run of consecutive blocks")
         self._note_peak()
         return None
 
@@ -96,13 +112,9 @@ class CacheManager:
         state = self.sequences[seq_id]
         new = to_tokens - state.length
         wants = [g.blocks_wanted(r, new) for g, r in zip(self.groups, state.rows, strict=True)]
-        for group, want in zip(self.groups, wants, strict=True):
+        for index, (group, want) in enumerate(zip(self.groups, wants, strict=True)):
             if short := group.short_by(want):
-                return NoRoom(
-                    f"{want} blocks wanted, {group.pools[0].free_blocks} free",
-                    short_by_blocks=short,
-                    fits_tokens=min(g.tokens_that_fit(r) for g, r in zip(self.groups, state.rows, strict=True)),
-                )
+                return NoRoom(short, group.describe(index))
         for index, (group, row, want) in enumerate(zip(self.groups, state.rows, wants, strict=True)):
             if want and (taken := group.take(row, new)):
                 self._emit(BlocksTaken(seq_id, index, 0, taken))
@@ -113,7 +125,7 @@ class CacheManager:
         """A new sequence that shares all of the parent's blocks; each copies the last, partly filled one when it first
         writes into it."""
         if len(self.sequences) >= self.plan.max_seqs:
-            return NoRoom(f"all {self.plan.max_seqs} sequence slots are in use")
+            return NoRoom(0, f"sequence slots: all {self.plan.max_seqs} are in use")
         parent = self.sequences[parent_id]
         assert parent.reserved == parent.length or self.plan.mode == "contiguous", "fork in the middle of a step"
         rows = tuple(g.take_row() for g in self.groups)
@@ -184,16 +196,3 @@ class CacheManager:
         """Every ledger balances, and each held block is referenced exactly as often as tables name it."""
         for index, group in enumerate(self.groups):
             group.check([s.rows[index] for s in self.sequences.values()])
-
-
-def _places(layers: Sequence[LayerSpec], plan: CachePlan) -> tuple[LayerPlace | None, ...]:
-    """For each model layer: where its cache stands, or None where it has none."""
-    where = {layer: (g, i) for g, group in enumerate(plan.groups) for i, layer in enumerate(group.group.layers)}
-    places: list[LayerPlace | None] = []
-    for index in range(len(layers)):
-        owner = index
-        while layers[owner].kind is LayerKind.SHARED:
-            owner = layers[owner].shares_layer or 0
-        at = where.get(owner)
-        places.append(LayerPlace(*at, writes=owner == index) if at else None)
-    return tuple(places)

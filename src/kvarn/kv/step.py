@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepRows, TableView
 from kvarn.kv.group import CacheGroup
+from kvarn.kv.places import LayerPlace
 from kvarn.kv.table import OPEN
 
 
@@ -21,14 +22,6 @@ class Span(NamedTuple):
     seq_id: int
     start: int
     n_tokens: int
-
-
-class LayerPlace(NamedTuple):
-    """Where a model layer's cache stands: group, index within the group; writes: False where it shares another's."""
-
-    group: int
-    index: int
-    writes: bool
 
 
 @dataclass(frozen=True, slots=True)
