@@ -1,0 +1,93 @@
+"""A sequence as the scheduler sees it: what was asked (`Entry`) and how far it is (`Sequence`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvarn.core.errors import InvalidRequest
+from kvarn.engine.reasons import Preempted, WaitReason
+
+Rank = tuple[int, int, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request's way into the queue.
+
+    seq_id: unique, its first completion's. child_ids: ids of the further completions (n > 1), one each.
+    arrival_s, deadline_s: on the clock that `schedule` is given. priority: larger goes first. tenant: who shares the
+    engine fairly. namespace: whose prefix blocks may be found (see kvarn.kv.prefix). reuse_prompt: False where every
+    prompt token must be computed (prompt logprobs). Raises InvalidRequest.
+    """
+
+    seq_id: int
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    arrival_s: float
+    child_ids: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    namespace: bytes = b""
+    deadline_s: float | None = None
+    reuse_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise InvalidRequest("the prompt is empty", fixes=("send at least one token",))
+        if self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {self.max_tokens}", fixes=("use 1 or more",))
+
+    @property
+    def slots_tokens(self) -> int:
+        """Tokens that need a slot at most: the last one generated is never fed back."""
+        return len(self.prompt_ids) + self.max_tokens - 1
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"  # holds nothing
+    RUNNING = "running"  # registered with the cache
+    UNBORN = "unborn"  # a further completion whose prompt is not computed yet
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Mutable, the scheduler's own.
+
+    tokens: prompt and generated. computed_tokens of them stand in the cache; slots_tokens have slots.
+    cached_tokens: found in the prefix index when first admitted. best_tokens: most ever computed (charged once).
+    """
+
+    entry: Entry
+    tokens: list[int]
+    phase: Phase = Phase.WAITING
+    computed_tokens: int = 0
+    slots_tokens: int = 0
+    cached_tokens: int | None = None
+    best_tokens: int = 0
+    protected: bool = False
+    parent_id: int | None = None
+    children: list[int] = field(default_factory=list)
+    preemptions: list[Preempted] = field(default_factory=list)
+    waits: list[WaitReason] = field(default_factory=list)
+
+    @property
+    def seq_id(self) -> int:
+        return self.entry.seq_id
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that are not in the cache yet: 1 while decoding."""
+        return len(self.tokens) - self.computed_tokens
+
+    @property
+    def rank(self) -> Rank:
+        """Who keeps its blocks: smaller goes first. Fixed while it runs, so there is always one who goes first."""
+        return (not self.protected, -self.entry.priority, self.entry.arrival_s, self.entry.seq_id)
+
+    def note_wait(self, reason: WaitReason) -> None:
+        """Keep a reason, the last one of a kind."""
+        if self.waits and type(self.waits[-1]) is type(reason):
+            self.waits[-1] = reason
+        else:
+            self.waits.append(reason)

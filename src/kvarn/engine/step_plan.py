@@ -1,0 +1,92 @@
+"""What the scheduler is told once (`SchedulerConfig`) and what it decides for one step (`StepPlan`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvarn.core.errors import IncompatiblePlan
+from kvarn.engine.reasons import Admitted, Ended, Preempted, Stalled, WaitReason
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """step_tokens: token rows of one step at most. beside_decodes_tokens: prefill rows at most in a step that also
+    decodes (None: what step_tokens leaves), so that a long prompt does not slow the others' next token.
+    chunk_tokens: rows of one sequence a step at most. growth_tokens: what admission leaves free for each running
+    sequence to grow. aging_s: seconds of waiting that weigh as much as one step of priority (0: none).
+    recompute_all: nothing is cached (`--cache none`): each row starts at token 0 and is never cut, so a step holds at
+    least one whole sequence even where that is more than step_tokens. Raises IncompatiblePlan."""
+
+    max_seqs: int = 64
+    step_tokens: int = 512
+    context_tokens: int = 1 << 62
+    beside_decodes_tokens: int | None = None
+    chunk_tokens: int | None = None
+    max_preemptions: int = 4
+    growth_tokens: int = 32
+    aging_s: float = 30.0
+    recompute_all: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_seqs", "step_tokens", "context_tokens", "beside_decodes_tokens", "chunk_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise IncompatiblePlan(f"{name} is {value}; it must be at least 1")
+        for name in ("max_preemptions", "growth_tokens", "aging_s"):
+            if (value := getattr(self, name)) < 0:
+                raise IncompatiblePlan(f"{name} is {value}; it must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Compute tokens [start, start + n_tokens) of a sequence. samples: its last row gives the next token; for n > 1 a
+    first token is drawn from it for each of `children` too (hand them to `Scheduler.fork`)."""
+
+    seq_id: int
+    start: int
+    n_tokens: int
+    samples: bool
+    children: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: rows, decodes first. Those in `ended` are gone; tell whoever asked. head_wait: what holds up the first
+    of the n_waiting."""
+
+    rows: tuple[Row, ...]
+    admitted: tuple[Admitted, ...] = ()
+    preempted: tuple[Preempted, ...] = ()
+    stalled: tuple[Stalled, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    head_wait: WaitReason | None = None
+    n_waiting: int = 0
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A plan while it is made."""
+
+    now_s: float
+    left_tokens: int
+    rows: dict[int, Row] = field(default_factory=dict)
+    admitted: list[Admitted] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    stalled: list[Stalled] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    head_wait: WaitReason | None = None
+
+    @property
+    def ran_out(self) -> bool:
+        """Some running sequence found no room: nobody is admitted in this step."""
+        return bool(self.preempted or self.stalled)
+
+    def done(self, n_waiting: int) -> StepPlan:
+        return StepPlan(
+            rows=tuple(self.rows.values()),
+            admitted=tuple(self.admitted),
+            preempted=tuple(self.preempted),
+            stalled=tuple(self.stalled),
+            ended=tuple(self.ended),
+            head_wait=self.head_wait,
+            n_waiting=n_waiting,
+        )
