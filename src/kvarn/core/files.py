@@ -59,6 +59,6 @@ def atomic_write(target: Path) -> Iterator[BinaryIO]:
 
 
 def fingerprint(path: Path) -> str:
-    """Identity of a file's content as far as it shows without reading it whole: absolute path, size and time of change."""
+    """Identity of a file as far as it shows without reading it: absolute path, size and time of change."""
     stat = path.stat()
     return f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"

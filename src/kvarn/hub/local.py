@@ -43,7 +43,7 @@ def _directory(name: str, path: Path) -> ModelFiles:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model directory, by its index if it has one. Raises ModelError naming what is missing."""
+    """The safetensors files of a model directory, by its index if there is one. Raises ModelError naming what lacks."""
     index = directory / INDEX
     if not index.is_file():
         found = tuple(sorted(directory.glob("*.safetensors")))

@@ -19,8 +19,8 @@ from kvarn.hub.progress import Progress
 RAW_PROGRESS_SINCE = (24, 1)
 _PROGRESS = re.compile(r"^Progress (\d+) of (\d+)")
 
-# Signs in pip's own words, in the order in which they are looked for: a full disk may also break a download's connection,
-# and an index that cannot be reached also has no matching distribution.
+# Signs in pip's own words, in the order in which they are looked for: a full disk may also break a connection, and an
+# index that cannot be reached also has no matching distribution.
 _DISK_FULL = re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|not enough space", re.I)
 _HASH = re.compile(r"DO NOT MATCH THE HASHES", re.I)
 _NO_NETWORK = re.compile(

@@ -35,8 +35,8 @@ def cached(name: str) -> ModelFiles | None:
 
 
 def fetch(name: str, progress: Progress) -> ModelFiles:
-    """Fetch config, tokenizer and safetensors of a hub id, or one GGUF file of it. huggingface_hub resumes broken files,
-    verifies them and shows its own progress bars. Raises FetchError, ModelError."""
+    """Fetch config, tokenizer and safetensors of a hub id, or one GGUF file of it. huggingface_hub resumes broken
+    files, verifies them and shows its own progress bars. Raises FetchError, ModelError."""
     from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415
 
     if parts := HUB_FILE.match(name):
