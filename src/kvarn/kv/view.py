@@ -14,11 +14,14 @@ from kvarn.kernels.api import AttendParams, Backend, Rope
 class StepInputs:
     """One step of a ragged batch, as the model sees it. T token rows.
 
-    token_ids [T] int64; positions [T] int64, logical; kernels: the backend for the small fused operations."""
+    token_ids [T] int64; positions [T] int64, logical; kernels: the backend for the small fused operations.
+    span_tokens [T] int64: the length that each row's sequence may reach (prompt and max_tokens); only models with
+    `rope_by_length` (dynamic NTK, LongRoPE) look at it, and without it each row goes by its own position."""
 
     token_ids: Tensor
     positions: Tensor
     kernels: Backend
+    span_tokens: Tensor | None = None
 
 
 class LayerKV(Protocol):

@@ -1,0 +1,217 @@
+"""A causal language model: what all architectures share, and how one is found by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from kvarn.core.errors import UnknownArchitecture
+from kvarn.core.registry import names_in
+from kvarn.core.specs import LayerSpec
+from kvarn.kernels.api import AttendParams
+from kvarn.kv.view import StepInputs, StepKV
+from kvarn.models.attention import Attention
+from kvarn.models.build import Weights
+from kvarn.models.config import Config, activation, integer, number
+from kvarn.models.layers import DecoderLayer, PreNormLayer
+from kvarn.models.mlp import GatedMLP
+from kvarn.models.rope import RotaryEmbedding, rotary_embedding
+from kvarn.models.weights.base import Product, total_bytes
+
+ARCHITECTURES = "kvarn.models.architectures"
+_ALIASES = {"gemma3": "gemma3_text"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class CausalLM:
+    """A decoder-only transformer for inference. Holds weights only; the caller runs it under `torch.inference_mode()`.
+
+    config: Hugging Face's vocabulary. layers: what each layer keeps a token. An architecture's file subclasses this and
+    says what is different; the defaults are Llama's.
+    """
+
+    qkv_bias = False
+    output_bias = False
+    mlp_bias = False
+    qk_norm = False
+    tied_by_default = False
+    plus_one_norms = False
+    default_activation = "silu"
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.config = config
+        self.hidden_size = integer(config, "hidden_size")
+        self.vocab_size = integer(config, "vocab_size")
+        self.eps = number(config, "rms_norm_eps", 1e-6)
+        self.layers = self.layer_specs()
+        self.activations = weights.activations
+        self._ropes: dict[str | None, RotaryEmbedding] = {
+            kind: rotary_embedding(config, self.head_dim, kind) for kind in dict.fromkeys(self.rope_kinds())
+        }
+        self._weights = weights
+        self._embedding = weights.table("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
+        self._embedding_scale = self.embedding_scale()
+        self._decoder: tuple[DecoderLayer, ...] = tuple(self.decoder_layer(i) for i in range(len(self.layers)))
+        self._norm = self.norm("model.norm.weight", self.hidden_size)
+        self._output = self._embedding.product() if self.tied else self.product("lm_head", self.vocab_size)
+        self._soft_cap = self.logit_soft_cap()
+        self._rope_kinds = self.rope_kinds()
+
+    # What a step does.
+
+    def forward(self, step: StepInputs, kv: StepKV) -> Tensor:
+        """One step over a ragged batch. Returns hidden states [T, hidden] after the last norm."""
+        kernels = step.kernels
+        x = self._embedding.rows(step.token_ids)
+        if self._embedding_scale is not None:
+            x = x * self._embedding_scale
+        ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
+        for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
+            x = layer(x, kernels, kv.layer(index), ropes[kind])
+        return kernels.rms_norm(x, self._norm, self.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden], rows of `forward`'s result -> float32 [R, vocab]."""
+        logits = self._output(hidden).float()
+        return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap else logits
+
+    # What it is.
+
+    @property
+    def n_layers(self) -> int:
+        return integer(self.config, "num_hidden_layers")
+
+    @property
+    def query_heads(self) -> int:
+        return integer(self.config, "num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        return (
+            integer(self.config, "num_key_value_heads") if self.config.get("num_key_value_heads") else self.query_heads
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.get("head_dim") or self.hidden_size // self.query_heads
+
+    @property
+    def tied(self) -> bool:
+        """Is the output matrix the embedding?"""
+        stated = self.config.get("tie_word_embeddings")
+        return self.tied_by_default if stated is None else bool(stated)
+
+    @property
+    def rope_by_length(self) -> bool:
+        """Do rotations depend on the length that a sequence may reach (`StepInputs.span_tokens`)? Then blocks of sequences
+        with different spans cannot be shared."""
+        return any(rope.by_length for rope in self._ropes.values())
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        return self.config.get("max_position_embeddings")
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of weights."""
+        return self._weights.tensors()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory, shared ones counted once."""
+        return total_bytes(self.tensors())
+
+    # What an architecture may change.
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's window in tokens, None for one that sees everything."""
+        return (None,) * self.n_layers
+
+    def rope_kinds(self) -> tuple[str | None, ...]:
+        """Each layer's key into the rope parameters."""
+        return (None,) * len(self.layers)
+
+    def embedding_scale(self) -> float | None:
+        """What embeddings are multiplied by, None for nothing."""
+        return None
+
+    def logit_soft_cap(self) -> float | None:
+        """c of c * tanh(logits / c), None for no cap."""
+        return number(self.config, "final_logit_softcapping", 0.0) or None
+
+    def attend_params(self, spec: LayerSpec) -> AttendParams:
+        return AttendParams(scale=self.head_dim**-0.5, window_tokens=spec.window_tokens)
+
+    def decoder_layer(self, index: int) -> DecoderLayer:
+        at = f"model.layers.{index}"
+        return PreNormLayer(
+            attention=self.attention(index),
+            mlp=self.mlp(index),
+            attention_norm=self.norm(f"{at}.input_layernorm.weight", self.hidden_size),
+            mlp_norm=self.norm(f"{at}.post_attention_layernorm.weight", self.hidden_size),
+            eps=self.eps,
+        )
+
+    def qkv(self, at: str) -> Product:
+        """The product that makes queries, keys and values; `at` names the attention block."""
+        dim = self.head_dim
+        parts = (
+            (f"{at}.q_proj", self.query_heads * dim),
+            (f"{at}.k_proj", self.kv_heads * dim),
+            (f"{at}.v_proj", self.kv_heads * dim),
+        )
+        return self._weights.linear(self.hidden_size, *parts, bias=self.qkv_bias)
+
+    def gate_up(self, at: str) -> Product:
+        """The product that makes gate and up; `at` names the MLP block."""
+        ffn = self.ffn_size
+        parts = (f"{at}.gate_proj", ffn), (f"{at}.up_proj", ffn)
+        return self._weights.linear(self.hidden_size, *parts, bias=self.mlp_bias)
+
+    # Blocks ready to use.
+
+    @property
+    def ffn_size(self) -> int:
+        return integer(self.config, "intermediate_size")
+
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        dim, kv_heads, heads = self.head_dim, self.kv_heads, self.query_heads
+        return tuple(LayerSpec(kv_heads, dim, dim, heads, window_tokens=window) for window in self.windows())
+
+    def attention(self, index: int) -> Attention:
+        at, spec, dim = f"model.layers.{index}.self_attn", self.layers[index], self.head_dim
+        out = self._weights.linear(self.query_heads * dim, (f"{at}.o_proj", self.hidden_size), bias=self.output_bias)
+        params = self.attend_params(spec)
+        if not self.qk_norm:
+            return Attention(spec, self.qkv(at), out, params)
+        q_norm, k_norm = (self.norm(f"{at}.{side}_norm.weight", dim) for side in "qk")
+        return Attention(spec, self.qkv(at), out, params, q_norm, k_norm, self.eps)
+
+    def mlp(self, index: int) -> GatedMLP:
+        at = f"model.layers.{index}.mlp"
+        down = self._weights.linear(self.ffn_size, (f"{at}.down_proj", self.hidden_size), bias=self.mlp_bias)
+        return GatedMLP(self.gate_up(at), down, activation(self.config, self.default_activation))
+
+    def norm(self, name: str, size: int) -> Tensor:
+        return self._weights.norm(name, size, plus_one=self.plus_one_norms)
+
+    def product(self, name: str, rows: int) -> Product:
+        return self._weights.linear(self.hidden_size, (name, rows))
+
+
+def architecture_names() -> tuple[str, ...]:
+    """model_types that can be built."""
+    return tuple(sorted((*names_in(ARCHITECTURES), *_ALIASES)))
+
+
+def load_architecture(model_type: str) -> type[CausalLM]:
+    """The class for a config's model_type. Raises UnknownArchitecture with the ones that are there."""
+    name = _ALIASES.get(model_type, model_type)
+    if name not in names_in(ARCHITECTURES):
+        known = ", ".join(architecture_names())
+        raise UnknownArchitecture(
+            f"architecture {model_type!r} is not implemented; these are: {known}",
+            fixes=(f"kvarn plan still counts its memory; add {ARCHITECTURES.replace('.', '/')}/{name}.py",),
+        )
+    return import_module(f"{ARCHITECTURES}.{name}").ARCHITECTURE

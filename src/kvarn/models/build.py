@@ -1,0 +1,156 @@
+"""From a file's tensors to a model's layers, in two passes over the same constructor.
+
+First the architecture is built over `Wanted`, which only writes down what it asks for; that is compared with what the
+file holds, so every missing or misshapen tensor is named before anything is read. Then all of it is read, a few tensors
+at a time, and the architecture is built over `Loaded`. Each number is written once, where it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvarn.core.errors import ModelError
+from kvarn.models.weights.base import LinearSpec, Product, Table, TensorSource, WeightKind, read_vector
+
+
+class Weights(Protocol):
+    """What an architecture's constructor is handed."""
+
+    activations: torch.dtype
+
+    def linear(self, columns: int, *parts: tuple[str, int], bias: bool = False) -> Product:
+        """One product of the named tensors one below the other: (name without `.weight`, output features) each."""
+        ...
+
+    def norm(self, name: str, size: int, plus_one: bool = False) -> Tensor:
+        """A norm's weight [size] float32. plus_one: the model applies it as (1 + w)."""
+        ...
+
+    def table(self, name: str, rows: int, columns: int) -> Table:
+        """An embedding [rows, columns]."""
+        ...
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything held."""
+        ...
+
+
+@dataclass
+class Wanted:
+    """The first pass: what is asked for, as data."""
+
+    activations: torch.dtype = torch.float32
+    linears: set[LinearSpec] = field(default_factory=set)
+    norms: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    tables: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def linear(self, columns: int, *parts: tuple[str, int], bias: bool = False) -> Product:
+        self.linears.add(LinearSpec(parts, columns, bias))
+        return _UNREAD
+
+    def norm(self, name: str, size: int, plus_one: bool = False) -> Tensor:
+        self.norms[name] = (size, plus_one)
+        return torch.empty(0)
+
+    def table(self, name: str, rows: int, columns: int) -> Table:
+        self.tables[name] = (rows, columns)
+        return _UNREAD
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor asked for."""
+        found: dict[str, tuple[int, ...]] = {**self.tables, **{name: (size,) for name, (size, _) in self.norms.items()}}
+        for spec in self.linears:
+            for name, rows in spec.parts:
+                found[f"{name}.weight"] = (rows, spec.columns)
+                if spec.bias:
+                    found[f"{name}.bias"] = (rows,)
+        return found
+
+
+class _Unread:
+    """Stands where a product or table will stand; the first pass never computes."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise AssertionError("weights are not read yet")
+
+    rows = __call__
+
+    def product(self) -> Product:
+        return self
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+_UNREAD = _Unread()
+
+
+class Loaded:
+    """The second pass: everything that `wanted` lists, read from `source` and packed by `kind`."""
+
+    def __init__(self, wanted: Wanted, source: TensorSource, kind: WeightKind) -> None:
+        self.activations = kind.activations
+        linears = sorted(wanted.linears, key=lambda spec: -spec.rows * spec.columns)
+        jobs: dict[Any, Callable[[], Any]] = {}
+        for name, shape in wanted.tables.items():
+            jobs[name] = lambda name=name, shape=shape: kind.table(name, shape, source)
+        for spec in linears:
+            jobs[spec] = lambda spec=spec: kind.linear(spec, source)
+        for name, (size, plus_one) in wanted.norms.items():
+            shift = 1.0 if plus_one and not source.norms_include_one else 0.0
+            jobs[name] = lambda name=name, size=size, shift=shift: read_vector(name, size, source) + shift
+        self._ready = _run(jobs)
+
+    def linear(self, columns: int, *parts: tuple[str, int], bias: bool = False) -> Product:
+        return self._ready[LinearSpec(parts, columns, bias)]
+
+    def norm(self, name: str, size: int, plus_one: bool = False) -> Tensor:
+        return self._ready[name]
+
+    def table(self, name: str, rows: int, columns: int) -> Table:
+        return self._ready[name]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        for ready in self._ready.values():
+            found.extend((ready,) if isinstance(ready, Tensor) else ready.tensors())
+        return tuple(found)
+
+
+def _run(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Run every job on as many threads as PyTorch uses; the first error is raised."""
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        futures = {key: pool.submit(job) for key, job in jobs.items()}
+        return {key: future.result() for key, future in futures.items()}
+
+
+def check(wanted: Wanted, source: TensorSource) -> None:
+    """Raises ModelError naming every tensor that is missing or has another shape than the config says."""
+    wanted_shapes = wanted.shapes()
+    held = {name: source.shape(name) for name in wanted_shapes}
+    if missing := [name for name, shape in held.items() if shape is None]:
+        raise ModelError(
+            f"{source.provenance}: {len(missing)} of {len(held)} tensors are missing: {_listed(missing)}",
+            fixes=("fetch or convert the model again",),
+        )
+    wrong = [
+        f"{name} is {held[name]}, should be {shape}" for name, shape in wanted_shapes.items() if held[name] != shape
+    ]
+    if wrong:
+        raise ModelError(
+            f"{source.provenance}: {len(wrong)} tensors do not fit the config: {_listed(wrong)}",
+            fixes=("use the config that belongs to these weights",),
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

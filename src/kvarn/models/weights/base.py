@@ -1,0 +1,118 @@
+"""What a weight kind offers. A kind turns tensors of a model's file into products that a layer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RawBlocks:
+    """A quantized tensor as its file holds it. type: ggml's name; data [rows, bytes a row] uint8, rows in the order of
+    the float tensor."""
+
+    type: str
+    data: Tensor
+
+
+class TensorSource(Protocol):
+    """Tensors by Hugging Face name, whatever the file calls them."""
+
+    provenance: str
+    norms_include_one: bool  # norm weights that models apply as (1 + w) are stored as 1 + w
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The tensor's shape in Hugging Face's layout; None: there is no such tensor."""
+        ...
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Fill `out` (a float tensor of the tensor's shape) with its numbers. Thread-safe. Raises ModelError."""
+        ...
+
+    def raw(self, name: str) -> RawBlocks | None:
+        """The tensor's quantized blocks, rows in the float tensor's order; None where the file holds floats."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One product as a layer asks for it: the named tensors one below the other, so that several become one product.
+
+    parts: (name without `.weight`, output features) of each. columns: input features. bias: also read `.bias` of each.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    columns: int
+    bias: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(count for _, count in self.parts)
+
+
+class Product(Protocol):
+    """A packed matrix: called with x [T, columns], returns [T, rows] in x's dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds; their bytes are its memory."""
+        ...
+
+
+class Table(Protocol):
+    """An embedding: rows by index, and for tied weights the product with the same numbers."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [T] int64 -> [T, columns] in the kind's activation dtype."""
+        ...
+
+    def product(self) -> Product:
+        """hidden [T, columns] -> [T, rows], sharing the table's memory."""
+        ...
+
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+
+class WeightKind(Protocol):
+    """One way to hold weights; each file of this package defines one as `KIND`."""
+
+    name: str
+    activations: torch.dtype
+
+    def linear(self, spec: LinearSpec, source: TensorSource) -> Product:
+        """Read the parts and pack them. Thread-safe."""
+        ...
+
+    def table(self, name: str, shape: tuple[int, int], source: TensorSource) -> Table:
+        """Read an embedding."""
+        ...
+
+
+def read_rows(spec: LinearSpec, source: TensorSource, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The parts' numbers one below the other, read straight into place: weight [rows, columns], bias [rows] or None."""
+    weight = torch.empty((spec.rows, spec.columns), dtype=dtype)
+    bias = torch.empty(spec.rows, dtype=dtype) if spec.bias else None
+    at = 0
+    for name, count in spec.parts:
+        source.read(f"{name}.weight", weight[at : at + count])
+        if bias is not None:
+            source.read(f"{name}.bias", bias[at : at + count])
+        at += count
+    return weight, bias
+
+
+def read_vector(name: str, size: int, source: TensorSource) -> Tensor:
+    """A small tensor (a norm's weight) [size] in float32."""
+    out = torch.empty(size, dtype=torch.float32)
+    source.read(name, out)
+    return out
+
+
+def total_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, a shared one counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
