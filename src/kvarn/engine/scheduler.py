@@ -3,8 +3,9 @@
 Why every admitted request finishes. The running sequences stand in one fixed order (`Sequence.rank`); room is taken
 from the last only, for one before it, so the first always gets its row. A sequence preempted `max_preemptions` times
 becomes *protected*: it goes before all others and runs only while no other protected one does, so nobody can preempt
-it again. The waiting ones go by priority (which grows with waiting), then by what their tenant was served, then by
-arrival; nobody is admitted past the first one that does not fit, so that one gets in when enough others have finished.
+it again. The waiting ones go by priority, then by what their tenant was served, then by arrival; a priority that is
+passed over for `aging_s` counts as the next higher one until one of its sequences had a turn. Nobody is admitted past
+the first one that does not fit, so that one gets in when enough others have finished.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank
         self._deadlines: list[tuple[float, int]] = []
         self._fair = FairShare()
+        self._passed_over_since_s: dict[int, float] = {}  # by priority
 
     # ---- what a caller may ask -------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class Scheduler:
             self._enter(Sequence(child, list(entry.prompt_ids), phase=Phase.UNBORN, parent_id=entry.seq_id))
 
     def _enter(self, seq: Sequence) -> None:
+        seq.level, seq.protected = seq.entry.priority, self.config.max_preemptions == 0
         self._seqs[seq.seq_id] = seq
         self._fair.enter(seq.entry.tenant)
         if seq.entry.deadline_s is not None:
@@ -137,9 +140,10 @@ class Scheduler:
         child.parent_id = None
         child.tokens.extend(appended)
         full = len(self._running) >= self.config.max_seqs
-        if full or self._cache.fork(parent.seq_id, child_id) is not None:
+        if full or child.protected or self._cache.fork(parent.seq_id, child_id) is not None:
             self._wait(child)
             return
+        child.level = parent.level
         child.computed_tokens, child.slots_tokens = parent.computed_tokens, parent.slots_tokens
         child.cached_tokens = child.best_tokens = len(child.entry.prompt_ids)
         self._run(child)
@@ -254,7 +258,10 @@ class Scheduler:
 
     def _prefill(self, step: StepDraft) -> None:
         """Divide what is left of the step among prompts, running and waiting ones in one order."""
-        candidates = [(self._key(s, step.now_s), s) for s in self._prompts(step)]
+        prompts = self._prompts(step)
+        since_s = self._passed_over_since_s
+        self._passed_over_since_s = {s.entry.priority: since_s.get(s.entry.priority, step.now_s) for s in prompts}
+        candidates = [(self._key(s, step.now_s), s) for s in prompts]
         heapq.heapify(candidates)
         admitting = True
         while candidates and (step.left_tokens > 0 or not step.rows):
@@ -263,8 +270,7 @@ class Scheduler:
             if now_key > key:  # its tenant was served meanwhile
                 heapq.heappush(candidates, (now_key, seq))
             elif seq.phase is Phase.RUNNING:
-                if n_tokens := self._chunk(seq, step):
-                    self._give(seq, n_tokens, step)
+                self._take_turn(seq, step)
             elif admitting and not step.ran_out:
                 next_of = class_of(seq)
                 admitting = self._consider(seq, step)
@@ -285,6 +291,11 @@ class Scheduler:
             return pending if pending <= step.left_tokens or not step.rows else 0
         return min(pending, step.left_tokens, self.config.chunk_tokens or pending)
 
+    def _take_turn(self, seq: Sequence, step: StepDraft) -> None:
+        if n_tokens := self._chunk(seq, step):
+            self._give(seq, n_tokens, step)
+            self._passed_over_since_s[seq.entry.priority] = step.now_s
+
     def _consider(self, seq: Sequence, step: StepDraft) -> bool:
         """Admit a waiting sequence and give it a first chunk, or keep why not. False: nobody may pass it."""
         if seq.protected and self._running and self._running[0].protected:
@@ -296,8 +307,7 @@ class Scheduler:
         while (reason := self._admit(seq, step)) is not None and self._yields(seq):
             self._preempt(self._running[-1], seq, step)
         if reason is None:
-            if n_tokens := self._chunk(seq, step):
-                self._give(seq, n_tokens, step)
+            self._take_turn(seq, step)
             return True
         if isinstance(reason, NoBlocks) and not self._running:
             self._end_without_room(seq, reason.room, step)
@@ -322,6 +332,7 @@ class Scheduler:
         if isinstance(cached, NoRoom):
             return NoBlocks(cached, len(seq.tokens), headroom)
         self._waiting.remove(seq)
+        seq.level = self._level(seq, step.now_s)
         seq.computed_tokens = seq.slots_tokens = cached
         seq.best_tokens = max(seq.best_tokens, cached)
         if seq.cached_tokens is None:
@@ -340,7 +351,7 @@ class Scheduler:
         if not self._running:
             return False
         last = self._running[-1]
-        return not last.protected and last.entry.priority < seq.entry.priority
+        return not last.protected and last.level < seq.entry.priority
 
     def _note_head(self, step: StepDraft) -> None:
         """Keep why the first waiting sequence still waits."""
@@ -351,11 +362,17 @@ class Scheduler:
         first = min(self._waiting.heads(), key=lambda s: self._key(s, step.now_s))
         first.note_wait(step.head_wait)
 
+    def _level(self, seq: Sequence, now_s: float) -> int:
+        """Its priority, raised by the time for which that priority was passed over."""
+        priority = seq.entry.priority
+        if not self.config.aging_s:
+            return priority
+        return priority + int((now_s - self._passed_over_since_s.get(priority, now_s)) / self.config.aging_s)
+
     def _key(self, seq: Sequence, now_s: float) -> CandidateKey:
         entry = seq.entry
-        aged = int((now_s - entry.arrival_s) / self.config.aging_s) if self.config.aging_s else 0
         served = self._fair.served_tokens(entry.tenant)
-        return (not seq.protected, -entry.priority - aged, served, entry.arrival_s, entry.seq_id)
+        return (not seq.protected, -self._level(seq, now_s), served, entry.arrival_s, entry.seq_id)
 
 
 def _rank(seq: Sequence) -> Rank:

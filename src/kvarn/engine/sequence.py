@@ -56,6 +56,7 @@ class Sequence:
 
     tokens: prompt and generated. computed_tokens of them stand in the cache; slots_tokens have slots.
     cached_tokens: found in the prefix index when first admitted. best_tokens: most ever computed (charged once).
+    level: its priority when it was admitted, with what waiting added. protected: it may not be preempted again.
     """
 
     entry: Entry
@@ -66,6 +67,7 @@ class Sequence:
     cached_tokens: int | None = None
     best_tokens: int = 0
     protected: bool = False
+    level: int = 0
     parent_id: int | None = None
     children: list[int] = field(default_factory=list)
     preemptions: list[Preempted] = field(default_factory=list)
@@ -83,7 +85,7 @@ class Sequence:
     @property
     def rank(self) -> Rank:
         """Who keeps its blocks: smaller goes first. Fixed while it runs, so there is always one who goes first."""
-        return (not self.protected, -self.entry.priority, self.entry.arrival_s, self.entry.seq_id)
+        return (not self.protected, -self.level, self.entry.arrival_s, self.entry.seq_id)
 
     def note_wait(self, reason: WaitReason) -> None:
         """Keep a reason, the last one of a kind."""

@@ -13,7 +13,7 @@ class SchedulerConfig:
     """step_tokens: token rows of one step at most. beside_decodes_tokens: prefill rows at most in a step that also
     decodes (None: what step_tokens leaves), so that a long prompt does not slow the others' next token.
     chunk_tokens: rows of one sequence a step at most. growth_tokens: what admission leaves free for each running
-    sequence to grow. aging_s: seconds of waiting that weigh as much as one step of priority (0: none).
+    sequence to grow. aging_s: a priority that had no turn for so long counts as the next higher one (0: never).
     recompute_all: nothing is cached (`--cache none`): each row starts at token 0 and is never cut, so a step holds at
     least one whole sequence even where that is more than step_tokens. Raises IncompatiblePlan."""
 
