@@ -105,8 +105,8 @@ class CausalLM:
 
     @property
     def rope_by_length(self) -> bool:
-        """Do rotations depend on the length that a sequence may reach (`StepInputs.span_tokens`)? Then blocks of sequences
-        with different spans cannot be shared."""
+        """Do rotations depend on the length that a sequence may reach (`StepInputs.span_tokens`)? Then sequences of
+        different spans cannot share blocks."""
         return any(rope.by_length for rope in self._ropes.values())
 
     @property

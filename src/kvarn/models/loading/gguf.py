@@ -90,7 +90,7 @@ class GGUFSource:
                 f"{self.provenance}: tensor {tensor.name} has type {tensor.type}, which is not supported",
                 fixes=(f"use a file whose tensors are of: {known}",),
             )
-        rows = tensor.shape[0] if len(tensor.shape) > 1 or tensor.type in FLOATS else 1
+        rows = tensor.shape[0] if tensor.shape[1:] or tensor.type in FLOATS else 1
         start = tensor.offset_bytes
         return self._files[header.path][start : start + tensor.nbytes].reshape(rows, -1)
 
