@@ -1,0 +1,71 @@
+"""From what was asked to a running engine: model, plan, cache, scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from kvarn.core.files import ModelFiles
+from kvarn.core.options import CachePlan, EngineOptions
+from kvarn.engine.engine import Cache, Engine
+from kvarn.engine.scheduler import Scheduler, SchedulerConfig
+from kvarn.kernels import load_backend
+from kvarn.kernels.api import Backend
+from kvarn.kv.manager import CacheManager
+from kvarn.kv.recompute import RecomputeCache
+from kvarn.kv.sizing import plan_cache
+from kvarn.models.base import CausalLM
+from kvarn.models.loading import load_model
+from kvarn.text import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
+    plan: CachePlan
+    engine: Engine
+
+
+def build_engine(files: ModelFiles, options: EngineOptions) -> Parts:
+    """Load a model and put an engine around it. Raises ModelError, DoesNotFit, IncompatiblePlan, UnknownName."""
+    backend = load_backend(options.backend)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    tokenizer = load_tokenizer(files)
+    model = load_model(files, options.weights)
+    return assemble(model, tokenizer, backend, options)
+
+
+def assemble(model: CausalLM, tokenizer: Tokenizer, backend: Backend, options: EngineOptions) -> Parts:
+    """An engine around a model that is already loaded."""
+    plan = plan_cache(
+        model.layers,
+        options,
+        max_context=model.max_context_tokens,
+        default_format=str(model.activations).removeprefix("torch."),
+        free_bytes=psutil.virtual_memory().available,
+    )
+    scheduler_config = SchedulerConfig(
+        max_seqs=plan.max_seqs,
+        step_tokens=plan.step_tokens,
+        context_tokens=plan.context_tokens,
+        recompute_all=plan.mode == "none",
+    )
+    cache = _cache(plan, model, backend, options)
+    engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache))
+    return Parts(model, tokenizer, plan, engine)
+
+
+def _cache(plan: CachePlan, model: CausalLM, backend: Backend, options: EngineOptions) -> Cache:
+    kind = RecomputeCache if plan.mode == "none" else CacheManager
+    return kind(plan, model.layers, backend, poison=options.poison)
+
+
+def with_overrides(options: EngineOptions | None, overrides: dict[str, object]) -> EngineOptions:
+    """The options with some fields replaced by name. TypeError names an unknown one."""
+    return replace(options or EngineOptions(), **overrides)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,123 @@
+"""The front door in Python: load a model, generate, stream, chat."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvarn.core.errors import InvalidRequest
+from kvarn.core.files import ModelFiles
+from kvarn.core.options import EngineOptions
+from kvarn.core.requests import Delta, RequestOutput, SamplingParams
+from kvarn.engine.build import Parts, build_engine, with_overrides
+from kvarn.engine.report import KVReport, kv_report
+from kvarn.hub import default_name, resolve
+from kvarn.text.chat import Message
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A loaded model with its cache.
+
+    model: short name, GGUF file, Hugging Face directory or hub id; None: the default model. options, or its fields by
+    keyword: see `EngineOptions`. Not thread-safe. Raises FetchError, ModelError, DoesNotFit, IncompatiblePlan.
+
+    >>> llm = LLM("smollm2-135m", kv="float16")
+    >>> llm.generate("The capital of France is", max_tokens=8)[0].completions[0].text
+    """
+
+    def __init__(
+        self, model: str | Path | ModelFiles | None = None, options: EngineOptions | None = None, **overrides: Any
+    ) -> None:
+        begun = time.perf_counter()
+        self.options = with_overrides(options, overrides)
+        self.files = model if isinstance(model, ModelFiles) else resolve(str(model or default_name()))
+        parts: Parts = build_engine(self.files, self.options)
+        self.model, self.tokenizer, self.plan, self.engine = parts.model, parts.tokenizer, parts.plan, parts.engine
+        self.load_s = time.perf_counter() - begun
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **overrides: Any
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or token ids; one or many, batched together), in their order. overrides: fields of
+        SamplingParams. Raises InvalidRequest and DoesNotFit before anything runs."""
+        wanted = self._params(params, overrides)
+        request_ids = self._submit([self._encode(p) for p in _as_list(prompts)], wanted)
+        done: dict[str, RequestOutput] = {}
+        while len(done) < len(request_ids):
+            done.update((r.request_id, r) for r in self.engine.step().finished if r.request_id in request_ids)
+        return [done[r] for r in request_ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; leaving the loop early cancels it. `output` of the last piece's request is
+        kept in `last_output`."""
+        (request_id,) = self._submit([self._encode(prompt)], self._params(params, overrides))
+        return self._pieces(request_id)
+
+    last_output: RequestOutput | None = None
+
+    def _pieces(self, request_id: str) -> Iterator[Delta]:
+        self.last_output = None
+        try:
+            while self.last_output is None:
+                result = self.engine.step()
+                self.last_output = next((r for r in result.finished if r.request_id == request_id), None)
+                yield from (d for d in result.deltas if d.request_id == request_id)
+        finally:
+            if self.last_output is None:
+                self.last_output = self.engine.cancel(request_id)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **overrides: Any
+    ) -> RequestOutput:
+        """Answer a conversation ({'role', 'content'} each) with the model's own chat template."""
+        return self.generate([self.chat_ids(messages)], params, **overrides)[0]
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation's prompt, ready for the assistant's turn."""
+        return self.tokenizer.encode_chat(messages)
+
+    def kv_report(self) -> KVReport:
+        """What the cache cost at its fullest so far."""
+        return kv_report(self.engine.cache)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids or prompt == "":
+            raise InvalidRequest("the prompt is empty", fixes=("give some text",))
+        return ids
+
+    def _params(self, params: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:
+        if not overrides:
+            return params or SamplingParams()
+        fields = {f: getattr(params or SamplingParams(), f) for f in SamplingParams.__dataclass_fields__}
+        return SamplingParams(**{**fields, **overrides})
+
+    def _submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
+        """All or none: a prompt that cannot be served takes back those before it."""
+        request_ids: list[str] = []
+        try:
+            for ids in prompts:
+                request_id = f"llm-{next(self._ids)}"
+                self.engine.add_request(request_id, ids, params)
+                request_ids.append(request_id)
+        except Exception:
+            for request_id in request_ids:
+                self.engine.cancel(request_id)
+            raise
+        return request_ids
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(i, int) for i in items):
+        return [items]  # pyright: ignore[reportReturnType]
+    return items  # pyright: ignore[reportReturnType]

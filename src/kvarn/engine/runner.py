@@ -1,0 +1,62 @@
+"""Runs the model over one ragged step and hands out its logits, only for the rows that are wanted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvarn.kv.manager import CacheManager
+from kvarn.kv.recompute import RecomputeCache
+from kvarn.kv.step import Span
+from kvarn.kv.view import StepInputs
+from kvarn.models.base import CausalLM
+
+LOGIT_ROWS = 64  # of a prompt at once: a large vocabulary's logits take a megabyte a row
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """A step's hidden states [T, hidden]; query_start [S + 1] tells each span's rows."""
+
+    model: CausalLM
+    hidden: Tensor
+    query_start: tuple[int, ...]
+
+    def last_logits(self, spans: Sequence[int]) -> Tensor:
+        """Logits [len(spans), V] float32 of these spans' last rows."""
+        rows = torch.tensor([self.query_start[s + 1] - 1 for s in spans], dtype=torch.int64)
+        with torch.inference_mode():
+            return self.model.logits(self.hidden[rows]) if spans else self.hidden.new_zeros((0, 1)).float()
+
+    def span_logits(self, span: int, n_rows: int) -> Iterator[tuple[Tensor, int]]:
+        """(logits [r, V], index of the first row within the span) for the span's first n_rows, a few at a time."""
+        begin = self.query_start[span]
+        for at in range(0, n_rows, LOGIT_ROWS):
+            rows = self.hidden[begin + at : begin + min(at + LOGIT_ROWS, n_rows)]
+            with torch.inference_mode():
+                yield self.model.logits(rows), at
+
+
+def run_model(
+    model: CausalLM,
+    cache: CacheManager | RecomputeCache,
+    spans: Sequence[Span],
+    tokens: Sequence[Sequence[int]],
+    reach_tokens: Sequence[int],
+) -> StepRun:
+    """tokens: each span's token ids. reach_tokens: the length each span's sequence may reach."""
+    counts = [s.n_tokens for s in spans]
+    with torch.inference_mode():
+        kv = cache.begin_step(spans)
+        inputs = StepInputs(
+            token_ids=torch.tensor(list(itertools.chain.from_iterable(tokens)), dtype=torch.int64),
+            positions=kv.positions,
+            kernels=cache.backend,
+            span_tokens=torch.repeat_interleave(torch.tensor(reach_tokens), torch.tensor(counts)),
+        )
+        hidden = model.forward(inputs, kv)
+    return StepRun(model, hidden, tuple(itertools.accumulate(counts, initial=0)))
