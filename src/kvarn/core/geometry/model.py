@@ -36,10 +36,12 @@ class ParameterCount:
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """layers: one spec a decoder layer, in order. max_context: tokens the model was trained for, None if unstated.
-    dtype: of the weights as published. notes: what was assumed or flagged while reading, in words. provenance: where the
-    figures came from. drafts: specs of next-token-prediction (MTP) layers, which hold a cache only where drafting is on.
-    parameters: None where the config does not say enough to count them. intermediate_size: width of the widest
+    """What `geometry_of` found.
+
+    layers: one spec a decoder layer, in order. max_context: tokens the model was trained for, None if unstated.
+    dtype: of the weights as published. notes: what was assumed or flagged while reading, in words. provenance: where
+    the figures came from. drafts: specs of next-token-prediction (MTP) layers, which hold a cache only where drafting
+    is on. parameters: None where the config does not say enough to count them. intermediate_size: width of the widest
     feed-forward activation of a token (active experts together). experts, experts_active: routed, of one layer.
     weight_bytes: exact bytes by stored type, where a header or index states them. unknown_keys: config keys that look
     like cache geometry and were not understood: results are then not to be trusted blindly.

@@ -81,7 +81,7 @@ def experts(
     gated: bool = True,
     bias: bool = False,
 ) -> FeedForward:
-    """Routed experts, a router, and shared experts (`shared_width` in all). extra: anything else that is always read."""
+    """Routed experts, a router, and shared experts (`shared_width` in all). extra: whatever else is always read."""
     one = (gated_mlp if gated else plain_mlp)(hidden, width, bias=bias).parameters
     shared = (gated_mlp if gated else plain_mlp)(hidden, shared_width).parameters if shared_width else 0
     router = linear(hidden, n_experts) + (n_experts if router_bias else 0)

@@ -19,8 +19,7 @@ _CACHE_LIKE = re.compile(
     r"|sparse|compress|mixer|nextn|mtp|qk_|rwkv|lightning|retention|swa|attn_layer|full_attn|k_eq_v|num_hidden_layers"
     r"|n_layer|dilat|memory"
 )
-_HARMLESS = frozenset(
-    """use_cache cache_implementation initializer_range attention_dropout attn_implementation router_aux_loss_coef
+_HARMLESS_WORDS = """use_cache cache_implementation initializer_range attention_dropout attn_implementation router_aux_loss_coef
     image_token_index audio_token_index video_token_index boi_token_index eoi_token_index eoa_token_index
     chunk_size_feed_forward use_mamba_kernels output_hidden_states return_dict_in_generate is_encoder_decoder
     add_cross_attention cross_attention_hidden_size max_window_layers use_sliding_window decoder_sparse_step
@@ -28,7 +27,7 @@ _HARMLESS = frozenset(
     use_conv_bias conv_use_xavier_init moe_shared_expert_overlap shared_expert_intermediate_size
     shared_intermediate_size n_shared_experts num_shared_experts moe_num_shared_experts shared_expert_overlap
     moe_shared_expert_intermediate_size share_expert_dim share_expert_dims moe_share_expert_dim
-    state_size_norm scale_attn_by_inverse_layer_idx image_token_id mm_tokens_per_image rope_local_base_freq
+    scale_attn_by_inverse_layer_idx image_token_id mm_tokens_per_image rope_local_base_freq
     qk_layernorm qk_layer_norm use_qk_norm qk_norm qk_scale_factor query_pre_attn_scalar key_multiplier
     index_topk index_n_heads indexer_rope_interleave index_rope_interleave ssm_multipliers ssm_in_multiplier
     ssm_out_multiplier linear_attn_alpha_factor linear_attn_beta_factor full_attn_alpha_factor full_attn_beta_factor
@@ -38,10 +37,10 @@ _HARMLESS = frozenset(
     linear_dt_min linear_dt_max linear_dt_init_floor linear_allow_neg_eigval mamba_dt_rank mtp_use_dedicated_embeddings
     attn_output_gate kv_cache_scheme kv_cache_quant_algo local_files_only vision_feature_layer lm_head_bias
     shared_expert_sink mtp_hidden_states_first chain_hidden_post_norm index_score_func compress_rope_theta
-    swiglu_limit summary_first_dropout global_rank local_rank attn_chunk_impl qk_rope_interleave topk_indices_dtype
-    initializer_cutoff_factor num_memory_tokens_unused indexer_layernorm indexer_bias rope_theta_local
-    share_encoder_decoder_embeddings output_router_logits moe_layer_start_index moe_layer_end_index""".split()
-)
+    swiglu_limit summary_first_dropout global_rank local_rank attn_chunk_impl qk_rope_interleave 
+    initializer_cutoff_factor  indexer_layernorm indexer_bias rope_theta_local
+    share_encoder_decoder_embeddings output_router_logits moe_layer_start_index moe_layer_end_index"""
+_HARMLESS = frozenset(_HARMLESS_WORDS.split())
 
 
 class ConfigReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from kvarn.core.geometry.attend import Heads, all_slide, every
@@ -13,11 +14,7 @@ from kvarn.core.geometry.reader import ConfigReader
 def _late_layers_slide(c: ConfigReader, style: Style) -> ModelParts:
     """Qwen2, Qwen3: where the window is switched on, layers from max_window_layers on have it."""
     first = c.count("max_window_layers")
-    return decoder(c, _with(style, slides=lambda i: i >= first))
-
-
-def _with(style: Style, **changes: object) -> Style:
-    return Style(**{**style.__dict__, **changes})  # type: ignore[arg-type]
+    return decoder(c, replace(style, slides=lambda i: i >= first))
 
 
 def _xielu(_: ConfigReader, __: Heads) -> int:
@@ -103,7 +100,7 @@ _LATE_WINDOW = {
 def _muse(c: ConfigReader) -> ModelParts:
     """Muse Glimmer: every 4th layer, counted backward from the last, sees everything."""
     last = c.size("num_hidden_layers") - 1
-    return decoder(c, _with(_STYLES["muse_glimmer_text"], slides=lambda i: (last - i) % 4 != 0))
+    return decoder(c, replace(_STYLES["muse_glimmer_text"], slides=lambda i: (last - i) % 4 != 0))
 
 
 FAMILY = {
