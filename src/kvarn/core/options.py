@@ -8,6 +8,7 @@ from typing import Literal
 from kvarn.core.specs import GroupSpec
 
 CacheMode = Literal["paged", "contiguous", "none"]
+Grain = Literal["group", "layer", "head"]
 CACHE_MODES: tuple[CacheMode, ...] = ("paged", "contiguous", "none")
 
 
@@ -18,7 +19,8 @@ class EngineOptions:
     weights: float32 | bfloat16 | native. kv: a KV format's name, or k=NAME,v=NAME. kv_memory_bytes: budget of all
     pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step at most (prefill chunks
     and decode rows together). residual_tokens: newest tokens that stay in full precision before a quantized format
-    seals them. poison: fill free slots with NaN, so that reading one shows (tests).
+    seals them. grain: how finely block tables are cut. poison: fill free slots with NaN, so that reading one shows
+    (tests).
     """
 
     weights: str = "native"
@@ -32,12 +34,20 @@ class EngineOptions:
     residual_tokens: int = 32
     backend: str | None = None
     threads: int | None = None
+    grain: Grain = "group"
     poison: bool = False
+
+
+def rows_per_sequence(group: GroupSpec, grain: Grain) -> int:
+    """Table rows of a sequence: one, one a layer, or one a layer and KV head."""
+    layers = len(group.layers)
+    return {"group": 1, "layer": layers, "head": layers * group.spec.kv_heads}[grain]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool: `n_blocks` blocks of one format for one group. block_bytes counts all layers and KV heads."""
+    """One pool: `n_blocks` blocks of one format for one group. block_bytes counts the layers and KV heads of a block:
+    all of the group's at grain `group`, one layer's at `layer`, one head's at `head`."""
 
     format: str
     n_blocks: int
@@ -50,10 +60,15 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A cache group's pools; the first is the open pool."""
+    """A cache group's pools; the first is the open pool. grain: how finely its tables, and so its blocks, are cut."""
 
     group: GroupSpec
     pools: tuple[PoolPlan, ...]
+    grain: Grain = "group"
+
+    @property
+    def rows_per_sequence(self) -> int:
+        return rows_per_sequence(self.group, self.grain)
 
 
 @dataclass(frozen=True, slots=True)

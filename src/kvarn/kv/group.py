@@ -1,4 +1,8 @@
-"""One cache group: its pools, their tensors and its block tables, kept in step with each other."""
+"""One cache group: its pools, their tensors and its block tables, kept in step with each other.
+
+A sequence has one table row at grain `group`, one a layer at grain `layer`, one a layer and KV head at grain `head`;
+all of its rows are treated alike here, as arrays.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,16 @@ class CacheGroup:
         self, planned: GroupPlan, plan: CachePlan, backend: Backend, device: torch.device, poison: bool
     ) -> None:
         self.plan, self.spec, self.layers = plan, planned.group.spec, planned.group.layers
+        self.grain, self.rows_per_seq = planned.grain, planned.rows_per_sequence
         self.block_size, self.backend, self.poison = plan.block_size, backend, poison
         self.pools = tuple(BlockPool(p.n_blocks, plan.block_size) for p in planned.pools)
         self.stores = tuple(
-            PoolStorage(planned.group, p, ledger, device) for p, ledger in zip(planned.pools, self.pools, strict=True)
+            PoolStorage(planned, p, ledger, device) for p, ledger in zip(planned.pools, self.pools, strict=True)
         )
         self.views: tuple[PoolView, ...] = tuple(s.view for s in self.stores)
         self.pool_block_bytes = tuple(p.block_bytes for p in planned.pools)
         columns = table_columns(self.spec, plan.context_tokens, plan.step_tokens, plan.block_size)
-        self.tables = BlockTables(plan.max_seqs, columns)
+        self.tables = BlockTables(plan.max_seqs, columns, self.rows_per_seq)
         self._pool_of, self._block_of = torch.from_numpy(self.tables.pool), torch.from_numpy(self.tables.block)
         self._length_of = torch.from_numpy(self.tables.length)
         self._sealed_as: dict[int, int] = {}
@@ -48,8 +53,11 @@ class CacheGroup:
 
     def table_view(self, first_rows: np.ndarray) -> TableView:
         """What the kernels see of the tables; first_rows [S] int32."""
+        heads = self.spec.kv_heads
+        layer_stride = {"group": 0, "layer": 1, "head": heads}[self.grain]
+        head_stride = 1 if self.grain == "head" else 0
         first = torch.from_numpy(first_rows)
-        return TableView(self._pool_of, self._block_of, self._length_of, first, layer_stride=0, head_stride=0)
+        return TableView(self._pool_of, self._block_of, self._length_of, first, layer_stride, head_stride)
 
     def describe(self, index: int) -> str:
         """The group in words, for reasons and errors."""
@@ -68,7 +76,8 @@ class CacheGroup:
         if len(self.pools) > 1:
             newest = blocks_for(self.plan.residual_tokens, self.block_size) + 1
             needs = [min(held, newest + in_flight), held]
-        return list(zip(self.pools, self.pool_block_bytes, needs, strict=True))
+        scaled = [n * self.rows_per_seq for n in needs]
+        return list(zip(self.pools, self.pool_block_bytes, scaled, strict=True))
 
     # -- rows -----------------------------------------------------------------------------------------------------
     def take_row(self) -> int:
@@ -76,20 +85,26 @@ class CacheGroup:
         assert row is not None, "more sequences than the plan has rows for"
         return row
 
+    def rows(self, row: int) -> np.ndarray:
+        """All rows of the sequence whose first one is `row`."""
+        return np.arange(row, row + self.rows_per_seq)
+
     def share_row(self, source: int, target: int) -> None:
-        """The target row names the source's blocks too."""
+        """The target's rows name the source's blocks too."""
         self.tables.copy_row(source, target)
-        for pool, block in zip(*self.tables.entries(source), strict=True):
-            self.pools[pool].share((block,))
-            self._open_columns += pool == OPEN
+        for row in range(source, source + self.rows_per_seq):
+            for pool, block in zip(*self.tables.entries(row), strict=True):
+                self.pools[pool].share((block,))
+                self._open_columns += pool == OPEN
 
     def clear_row(self, row: int) -> None:
-        """Give back all blocks of the row, and the row."""
-        pools, blocks = self.tables.entries(row)
-        self._give_back(pools, blocks)
+        """Give back all blocks of the sequence, and its rows."""
+        for each in range(row, row + self.rows_per_seq):
+            self.give_back(*self.tables.entries(each))
         self.tables.give_back_row(row)
 
-    def _give_back(self, pools: list[int], blocks: list[int]) -> None:
+    def give_back(self, pools: list[int], blocks: list[int]) -> None:
+        """One reference less to these table entries."""
         for index, (pool, store) in enumerate(zip(self.pools, self.stores, strict=True)):
             mine = [b for p, b in zip(pools, blocks, strict=True) if p == index]
             freed = pool.give_back(mine)
@@ -101,16 +116,29 @@ class CacheGroup:
                 store.poison(freed)
 
     # -- room -----------------------------------------------------------------------------------------------------
-    def blocks_wanted(self, row: int, new_tokens: int) -> int:
-        """Blocks to take before new_tokens more can be written: new ones, and a private copy of a shared last one."""
-        have, fill = int(self.tables.length[row]), int(self.tables.fill[row])
-        return max(0, blocks_for(fill + new_tokens, self.block_size) - have) + self._tail_is_shared(row)
+    def slack_tokens(self, row: int) -> int:
+        """Tokens that can be written without taking a block."""
+        rows = slice(row, row + self.rows_per_seq)
+        if self._shared_tails(row).any():
+            return 0
+        return int((self.tables.length[rows] * self.block_size - self.tables.fill[rows]).min())
 
-    def _tail_is_shared(self, row: int) -> bool:
-        fill = int(self.tables.fill[row])
-        if fill % self.block_size == 0:
-            return False
-        return int(self.pools[OPEN].refs[self.tables.block[row, fill // self.block_size]]) > 1
+    def missing_columns(self, row: int, new_tokens: int) -> np.ndarray:
+        """For each of the sequence's rows, new blocks to take before new_tokens more can be written."""
+        rows = slice(row, row + self.rows_per_seq)
+        need = -(-(self.tables.fill[rows] + new_tokens) // self.block_size) - self.tables.length[rows]
+        return np.maximum(need, 0)
+
+    def blocks_wanted(self, row: int, new_tokens: int) -> int:
+        """Blocks to take before new_tokens more can be written: new ones, and private copies of shared last ones."""
+        return int(self.missing_columns(row, new_tokens).sum() + self._shared_tails(row).sum())
+
+    def _shared_tails(self, row: int) -> np.ndarray:
+        """Which rows end in a partly filled block that others reference too."""
+        rows = self.rows(row)
+        fill = self.tables.fill[rows]
+        column = np.minimum(fill // self.block_size, self.tables.columns - 1)
+        return (fill % self.block_size != 0) & (self.pools[OPEN].refs[self.tables.block[rows, column]] > 1)
 
     def short_by(self, want: int) -> int:
         """How many of the wanted blocks are missing. Each open block must also find a sealed one later."""
@@ -121,24 +149,31 @@ class CacheGroup:
 
     def take(self, row: int, new_tokens: int) -> tuple[int, ...]:
         """Take what blocks_wanted says; the caller made sure that it is there. Returns the new blocks."""
-        copied = self._own_tail(row) if self._tail_is_shared(row) else ()
-        want = self.blocks_wanted(row, new_tokens)
-        taken = self.pools[OPEN].take(want)
+        copied = self._own_tails(row)
+        counts = self.missing_columns(row, new_tokens)
+        taken = self.pools[OPEN].take(int(counts.sum()))
         assert taken is not None, "took without asking short_by first"
-        self.tables.append(row, OPEN, taken)
-        self._open_columns += want
+        at = 0
+        for offset in np.flatnonzero(counts):
+            n = int(counts[offset])
+            self.tables.append(row + int(offset), OPEN, taken[at : at + n])
+            at += n
+        self._open_columns += len(taken)
         return (*copied, *taken)
 
-    def _own_tail(self, row: int) -> tuple[int, ...]:
-        """Copy-on-write of the partly filled last block."""
-        column = int(self.tables.fill[row]) // self.block_size
-        shared = int(self.tables.block[row, column])
-        taken = self.pools[OPEN].take(1)
+    def _own_tails(self, row: int) -> tuple[int, ...]:
+        """Copy-on-write of the partly filled last blocks."""
+        rows = self.rows(row)[self._shared_tails(row)]
+        if not rows.size:
+            return ()
+        columns = self.tables.fill[rows] // self.block_size
+        shared = self.tables.block[rows, columns].tolist()
+        taken = self.pools[OPEN].take(len(shared))
         assert taken is not None, "took without asking short_by first"
-        self.backend.copy_blocks(self.views[OPEN], torch.tensor([shared]), torch.tensor(taken))
-        self.pools[OPEN].copy([shared], taken)
-        self.pools[OPEN].give_back([shared])
-        self.tables.replace(row, column, OPEN, taken[0])
+        self.backend.copy_blocks(self.views[OPEN], torch.tensor(shared), torch.tensor(taken))
+        self.pools[OPEN].copy(shared, taken)
+        self.pools[OPEN].give_back(shared)
+        self.tables.block[rows, columns] = taken
         return tuple(taken)
 
     def reserve_run(self, row: int, blocks: int) -> bool:
@@ -150,49 +185,75 @@ class CacheGroup:
         self._open_columns += blocks
         return True
 
-    # -- after a step ---------------------------------------------------------------------------------------------
-    def slots(self, row: int, begin: int, end: int) -> np.ndarray:
-        """Slots (block * block_size + slot) of the row's physical places fill + begin .. fill + end."""
-        at = int(self.tables.fill[row]) + np.arange(begin, end)
-        return self.tables.block[row, at // self.block_size].astype(np.int64) * self.block_size + at % self.block_size
+    # -- a step ---------------------------------------------------------------------------------------------------
+    def place(self, first_rows: np.ndarray, counts: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Give the next slots of these sequences their logical positions [T]. Returns slots [T, 1 or L, 1 or H]."""
+        begin = np.cumsum(counts) - counts
+        within = np.arange(len(positions)) - np.repeat(begin, counts)
+        slots = self._slots(np.repeat(first_rows, counts)[:, None] + np.arange(self.rows_per_seq), within[:, None])
+        self.pools[OPEN].fill(slots, positions[:, None])
+        heads = self.spec.kv_heads if self.grain == "head" else 1
+        return torch.from_numpy(slots).view(len(positions), -1, heads)
+
+    def _slots(self, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """Slots (block * block_size + slot) at physical place fill + ahead of each row, int64."""
+        at = self.tables.fill[rows] + ahead
+        return self.tables.block[rows, at // self.block_size].astype(np.int64) * self.block_size + at % self.block_size
 
     def empty_slots(self, row: int, begin: int, end: int) -> None:
         """Slots that were written ahead of `fill` hold nothing again."""
-        slots = self.slots(row, begin, end)
+        slots = self._slots(self.rows(row)[:, None], np.arange(begin, end)[None, :]).reshape(-1)
         self.pools[OPEN].empty(slots)
         if self.poison:
             self.stores[OPEN].poison_slots(torch.from_numpy(slots))
 
     def advance(self, row: int, tokens: int) -> bool:
-        """The row has so many more tokens; True where that filled a block."""
-        fill = int(self.tables.fill[row])
-        self.tables.fill[row] = fill + tokens
-        return (fill + tokens) // self.block_size > fill // self.block_size
+        """The rows have so many more tokens; True where that filled a block."""
+        rows = slice(row, row + self.rows_per_seq)
+        before = self.tables.fill[rows] // self.block_size
+        self.tables.fill[rows] += tokens
+        return bool((self.tables.fill[rows] // self.block_size > before).any())
 
     def drop_behind_window(self, row: int, length: int) -> tuple[int, ...]:
         """Give back the leading blocks that no later query can see. length: logical tokens in the sequence."""
         if self.spec.window_tokens is None or self.plan.mode != "paged":
             return ()
         oldest_seen = length - self.spec.window_tokens + 1
-        pools, blocks = self.tables.entries(row)
-        n = 0
-        full = int(self.tables.fill[row]) // self.block_size
-        while n < full and int(self.pools[pools[n]].positions[blocks[n]].max()) < oldest_seen:
-            n += 1
-        if n:
-            self._give_back(pools[:n], blocks[:n])
-            self.tables.drop_front(row, n, self.block_size)
-        return tuple(blocks[:n])
+        gone: list[int] = []
+        for each in range(row, row + self.rows_per_seq):
+            pools, blocks = self.tables.entries(each)
+            n, full = 0, int(self.tables.fill[each]) // self.block_size
+            while n < full and int(self.pools[pools[n]].positions[blocks[n]].max()) < oldest_seen:
+                n += 1
+            if n:
+                self.give_back(pools[:n], blocks[:n])
+                self.tables.drop_front(each, n, self.block_size)
+                gone += blocks[:n]
+        return tuple(gone)
 
-    def seal_row(self, row: int) -> None:
-        """Re-encode the row's full open blocks that are older than the residual."""
+    def drop_columns(self, row: int, columns: np.ndarray) -> tuple[int, ...]:
+        """Give back full blocks of one row, by column."""
+        pools, blocks = self.tables.entries(row)
+        chosen = columns.tolist()
+        self.give_back([pools[c] for c in chosen], [blocks[c] for c in chosen])
+        self.tables.drop(row, columns, self.block_size)
+        return tuple(blocks[c] for c in chosen)
+
+    def seal_rows(self, row: int) -> None:
+        """Re-encode the rows' full open blocks that are older than the residual."""
         if len(self.pools) == 1:
             return
-        settled = (int(self.tables.fill[row]) - self.plan.residual_tokens) // self.block_size
-        columns = [c for c in range(max(0, settled)) if self.tables.pool[row, c] == OPEN]
-        if not columns:
-            return
-        sources = [int(self.tables.block[row, c]) for c in columns]
+        places: list[tuple[int, int]] = []
+        for each in range(row, row + self.rows_per_seq):
+            settled = max(0, (int(self.tables.fill[each]) - self.plan.residual_tokens) // self.block_size)
+            columns = np.flatnonzero(self.tables.pool[each, : min(settled, int(self.tables.length[each]))] == OPEN)
+            places += [(each, int(c)) for c in columns]
+        if places:
+            self._seal(places)
+
+    def _seal(self, places: list[tuple[int, int]]) -> None:
+        """Seal the open blocks at these (row, column); a block that another sequence sealed already is shared."""
+        sources = [int(self.tables.block[p]) for p in places]
         fresh = [b for b in sources if b not in self._sealed_as]
         targets = self.pools[SEALED].take(len(fresh))
         assert targets is not None, "an open block had no sealed block promised"
@@ -200,25 +261,31 @@ class CacheGroup:
             self.backend.seal(self.views[OPEN], torch.tensor(fresh), self.views[SEALED], torch.tensor(targets))
             self.pools[SEALED].adopt(self.pools[OPEN], fresh, targets)
         made = dict(zip(fresh, targets, strict=True))
-        for column, source in zip(columns, sources, strict=True):
-            if source in made:
-                target = made[source]
-            else:
+        for (row, column), source in zip(places, sources, strict=True):
+            if (target := made.get(source)) is None:
                 target = self._sealed_as[source]
                 self.pools[SEALED].share((target,))
             self.tables.replace(row, column, SEALED, target)
             if int(self.pools[OPEN].refs[source]) > 1:
                 self._sealed_as[source] = target
-        self._give_back([OPEN] * len(sources), sources)
+        self.give_back([OPEN] * len(sources), sources)
 
-    def check(self, rows: list[int]) -> None:
-        """References equal what the tables of these rows name (and the ledgers balance)."""
-        named = [Counter() for _ in self.pools]
-        for row in rows:
-            for pool, block in zip(*self.tables.entries(row), strict=True):
-                named[pool][block] += 1
-        for pool, count in zip(self.pools, named, strict=True):
-            pool.check()
-            held = {int(b): int(pool.refs[b]) for b in np.flatnonzero(pool.refs)}
-            assert held == dict(count), f"references {held} but tables name {dict(count)}"
+    # -- looking --------------------------------------------------------------------------------------------------
+    def named(self, rows: list[int]) -> list[Counter[int]]:
+        """For each pool, how often the tables of the sequences with these first rows name each block."""
+        named: list[Counter[int]] = [Counter() for _ in self.pools]
+        for first in rows:
+            for row in range(first, first + self.rows_per_seq):
+                for pool, block in zip(*self.tables.entries(row), strict=True):
+                    named[pool][block] += 1
+        return named
+
+    def check(self, rows: list[int], also: list[Counter[int]] | None = None) -> None:
+        """References equal what the tables of these rows name, and `also` (the prefix index); the ledgers balance."""
+        named = self.named(rows)
         assert self._open_columns == named[OPEN].total(), "open columns miscounted"
+        for index, (pool, count) in enumerate(zip(self.pools, named, strict=True)):
+            pool.check()
+            expected = count + also[index] if also else count
+            held = {int(b): int(pool.refs[b]) for b in np.flatnonzero(pool.refs)}
+            assert held == dict(expected), f"references {held} but tables and index name {dict(expected)}"

@@ -166,7 +166,7 @@ class CacheManager:
                 group.empty_slots(row, kept, written)
             crossed = group.advance(row, kept)
             if crossed:
-                group.seal_row(row)
+                group.seal_rows(row)
             if crossed and (dropped := group.drop_behind_window(row, state.length)):
                 self._emit(BlocksDropped(seq_id, index, dropped, "behind the window"))
         if self.plan.mode == "paged":

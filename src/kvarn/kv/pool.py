@@ -76,7 +76,8 @@ class BlockPool:
         return freed
 
     def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """These empty slots (block * block_size + slot) now hold the tokens at these logical positions."""
+        """These empty slots (block * block_size + slot, any shape) now hold the tokens at these logical positions (a
+        shape that broadcasts)."""
         self.flat_positions[slots] = positions
         self.stored_slots += slots.size
 

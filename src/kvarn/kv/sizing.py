@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvarn.core.errors import DoesNotFit, IncompatiblePlan
 from kvarn.core.formats import KVFormat, parse_kv_format
-from kvarn.core.options import CachePlan, EngineOptions, GroupPlan, PoolPlan
+from kvarn.core.options import CachePlan, EngineOptions, Grain, GroupPlan, PoolPlan, rows_per_sequence
 from kvarn.core.specs import GroupSpec, LayerSpec, cache_groups
 
 UNSTATED_CONTEXT_TOKENS = 8192
@@ -51,11 +51,11 @@ def bytes_per_token(layers: Sequence[LayerSpec], kv: KVFormat, block_size: int) 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A pool before its size is known: at most `ceiling` blocks of `block_bytes`."""
+    """A pool before its size is known: at most `ceiling` columns; a column is one block of block_bytes a table row."""
 
     group: GroupSpec
     format: str
-    block_bytes: int
+    column_bytes: int
     ceiling: int
 
 
@@ -93,14 +93,14 @@ def plan_cache(
     unit = per_context if asked.cache == "contiguous" else 1
     n = 0 if asked.cache == "none" or not pools else _most_blocks(budget, pools, asked.max_seqs * per_context, unit)
     if pools and asked.cache != "none" and n < unit:
-        least = sum(p.block_bytes * min(unit, p.ceiling) for p in pools)
+        least = sum(p.column_bytes * min(unit, p.ceiling) for p in pools)
         what = f"one reservation of {context} tokens" if unit > 1 else f"one block of {asked.block_size} tokens"
         raise DoesNotFit(
             f"the KV cache has {budget:,} B; {what} takes {least:,} B in {kv.name}",
             fixes=(f"--kv-memory {least}", "a shorter --context", "a smaller KV format", "a smaller --block-size"),
         )
     groups = tuple(
-        GroupPlan(g, tuple(PoolPlan(p.format, min(n, p.ceiling), p.block_bytes) for p in pools if p.group is g))
+        GroupPlan(g, tuple(_sized(p, n, asked.grain) for p in pools if p.group is g), asked.grain)
         for g in dict.fromkeys(p.group for p in pools)
     )
     return CachePlan(
@@ -116,6 +116,11 @@ def plan_cache(
     )
 
 
+def _sized(pool: _Pool, columns: int, grain: Grain) -> PoolPlan:
+    rows = rows_per_sequence(pool.group, grain)
+    return PoolPlan(pool.format, min(columns, pool.ceiling) * rows, pool.column_bytes // rows)
+
+
 def _check(asked: EngineOptions, kv: KVFormat, context: int) -> None:
     """Refuse figures that mean nothing and pairs that exclude each other."""
     for name in ("block_size", "max_seqs", "step_tokens"):
@@ -125,6 +130,8 @@ def _check(asked: EngineOptions, kv: KVFormat, context: int) -> None:
         raise IncompatiblePlan(f"context is {context} tokens; it must be at least 1")
     if asked.kv_memory_bytes is not None and asked.kv_memory_bytes < 1:
         raise IncompatiblePlan(f"KV memory is {asked.kv_memory_bytes} B; it must be positive")
+    if asked.cache == "contiguous" and asked.grain != "group":
+        raise IncompatiblePlan(f"--cache contiguous has one table a sequence, not one a {asked.grain}")
     if asked.cache != "paged" and kv.sealed_only:
         raise IncompatiblePlan(
             f"--cache {asked.cache} has no sealed blocks, and {kv.name} is written only when a block is sealed",
@@ -147,7 +154,7 @@ def _most_blocks(budget: int, pools: Sequence[_Pool], whole: int, unit: int) -> 
     """The largest n (a multiple of unit, at most `whole`) for which min(n, ceiling) blocks of each pool fit."""
 
     def cost(n: int) -> int:
-        return sum(p.block_bytes * min(n, p.ceiling) for p in pools)
+        return sum(p.column_bytes * min(n, p.ceiling) for p in pools)
 
     low, high = 0, whole // unit
     while low < high:

@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One group's operands of the step. slots [T, 1, 1] int64."""
+    """One group's operands of the step. slots [T, 1 or L, 1 or H] int64."""
 
     table: TableView
     pools: tuple[PoolView, ...]
@@ -88,16 +88,11 @@ def build_step(
 ) -> CacheStep:
     """Give the step's slots their positions and put the operands together. rows[s][g]: first table row."""
     counts, query_start, positions = step_rows(spans)
-    within = np.arange(query_start[-1]) - np.repeat(query_start[:-1], counts)
     steps = []
     for index, group in enumerate(groups):
         first = np.fromiter((r[index] for r in rows), np.int32, len(spans))
-        tables, size = group.tables, group.block_size
-        row = np.repeat(first, counts)
-        at = tables.fill[row] + within
-        slots = tables.block[row, at // size].astype(np.int64) * size + at % size
-        group.pools[OPEN].fill(slots, positions)
-        steps.append(GroupStep(group.table_view(first), group.views, torch.from_numpy(slots).view(-1, 1, 1)))
+        slots = group.place(first, counts, positions)
+        steps.append(GroupStep(group.table_view(first), group.views, slots))
     view = StepRows(
         torch.from_numpy(query_start.astype(np.int32)),
         torch.from_numpy(positions.astype(np.int32)),

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kvarn.core.formats import TensorLayout, parse_kv_format
-from kvarn.core.options import PoolPlan
-from kvarn.core.specs import GroupSpec
+from kvarn.core.options import GroupPlan, PoolPlan
 from kvarn.kernels.api import PoolView
 from kvarn.kv.pool import BlockPool
 
@@ -15,12 +14,14 @@ from kvarn.kv.pool import BlockPool
 class PoolStorage:
     """One pool's tensors, [n_blocks, layers, heads, *layout]; `view` is what the kernels get."""
 
-    def __init__(self, group: GroupSpec, plan: PoolPlan, ledger: BlockPool, device: torch.device) -> None:
-        fmt, spec = parse_kv_format(plan.format), group.spec
-        shape = (plan.n_blocks, len(group.layers), spec.kv_heads)
+    def __init__(self, planned: GroupPlan, plan: PoolPlan, ledger: BlockPool, device: torch.device) -> None:
+        fmt, spec = parse_kv_format(plan.format), planned.group.spec
+        layers, heads = len(planned.group.layers), spec.kv_heads
+        held = (plan.n_blocks, layers if planned.grain == "group" else 1, 1 if planned.grain == "head" else heads)
+        self._held: list[Tensor] = []
 
         def allocate(layouts: tuple[TensorLayout, ...]) -> tuple[Tensor, ...]:
-            return tuple(torch.empty((*shape, *t.shape), dtype=getattr(torch, t.dtype), device=device) for t in layouts)
+            return tuple(self._allocate(held, layers, heads, t, device) for t in layouts)
 
         self.view = PoolView(
             format=fmt,
@@ -30,8 +31,17 @@ class PoolStorage:
             positions=torch.from_numpy(ledger.positions),
         )
 
+    def _allocate(
+        self, held: tuple[int, int, int], layers: int, heads: int, layout: TensorLayout, device: torch.device
+    ) -> Tensor:
+        """One tensor [N, 1 or L, 1 or H, *shape], seen as [N, L, H, *shape] with stride 0 where a block has no axis."""
+        tensor = torch.empty((*held, *layout.shape), dtype=getattr(torch, layout.dtype), device=device)
+        self._held.append(tensor)
+        return tensor.expand(held[0], layers, heads, *layout.shape)
+
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*self.view.k, *self.view.v)
+        """What is held, without the axes that are only seen."""
+        return tuple(self._held)
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +55,7 @@ class PoolStorage:
 
     def poison_slots(self, slots: Tensor) -> None:
         """Fill single slots (block * block_size + slot) of an open float pool with NaN."""
-        (k,), (v,) = self.view.k, self.view.v
+        k, v = self._held
         block, slot = slots // self.view.block_size, slots % self.view.block_size
         k[block, ..., slot] = float("nan")
         v[block, :, :, slot] = float("nan")

@@ -6,6 +6,7 @@ The online softmax is Milakov & Gimelshein 2018; the tiling over keys without an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -28,7 +29,7 @@ def attend(
     lse = torch.full((tokens, query_heads), -torch.inf, dtype=wide, device=q.device)
     starts = rows.query_start.tolist()
     per_head = table.head_stride != 0
-    for s, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for s, (begin, end) in enumerate(itertools.pairwise(starts)):
         for heads in ([h] for h in range(kv_heads)) if per_head else (list(range(kv_heads)),):
             row = int(table.first_row[s]) + layer * table.layer_stride + heads[0] * table.head_stride
             for at in range(begin, end, QUERY_TILE):

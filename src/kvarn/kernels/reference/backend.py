@@ -12,6 +12,14 @@ from kvarn.kernels.api import Attended, AttendParams, PoolView, Rope, StepRows, 
 from kvarn.kernels.reference.attend import attend
 
 
+def held(tensor: Tensor) -> Tensor:
+    """A pool's tensor [N, L, H, ...] without the layer and head axes that are only seen (stride 0): size 1 there."""
+    for axis in (1, 2):
+        if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
 class ReferenceBackend:
     """See `kvarn.kernels.api.Backend`."""
 
@@ -25,13 +33,15 @@ class ReferenceBackend:
         return torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor, pool: PoolView, layer: int) -> None:
-        (k_store,), (v_store,) = pool.k, pool.v
+        k_store, v_store = held(pool.k[0]), held(pool.v[0])
         tokens, heads = k.shape[:2]
         at = slots[:, min(layer, slots.shape[1] - 1), :].expand(tokens, heads)
         token, head = torch.nonzero(at >= 0, as_tuple=True)
         block, slot = at[token, head] // pool.block_size, at[token, head] % pool.block_size
-        k_store[block, layer, head, :, slot] = k[token, head].to(k_store.dtype)
-        v_store[block, layer, head, slot, :] = v[token, head].to(v_store.dtype)
+        layer = min(layer, k_store.shape[1] - 1)
+        head_at = head.clamp_max(k_store.shape[2] - 1)
+        k_store[block, layer, head_at, :, slot] = k[token, head].to(k_store.dtype)
+        v_store[block, layer, head_at, slot, :] = v[token, head].to(v_store.dtype)
 
     def attend(
         self, q: Tensor, rows: StepRows, table: TableView, pools: Sequence[PoolView], layer: int, params: AttendParams
@@ -40,7 +50,7 @@ class ReferenceBackend:
 
     def seal(self, source: PoolView, source_blocks: Tensor, target: PoolView, target_blocks: Tensor) -> None:
         for stored, taken in zip((*target.k, *target.v), (*source.k, *source.v), strict=True):
-            stored[target_blocks] = taken[source_blocks].to(stored.dtype)
+            held(stored)[target_blocks] = held(taken)[source_blocks].to(stored.dtype)
 
     def decode(self, pool: PoolView, blocks: Tensor) -> tuple[Tensor, Tensor]:
         (k,), (v,) = pool.k, pool.v
@@ -48,7 +58,7 @@ class ReferenceBackend:
 
     def copy_blocks(self, pool: PoolView, source: Tensor, target: Tensor) -> None:
         for stored in (*pool.k, *pool.v):
-            stored[target] = stored[source]
+            held(stored)[target] = held(stored)[source]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -1,0 +1,3 @@
+from kvarn.kv.formats.base import Affine
+
+FORMAT = Affine("int4", bits=4)
