@@ -1,0 +1,108 @@
+"""Options that several commands share, and the typed values made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from kvarn.core.errors import InvalidRequest
+from kvarn.core.formats import format_names, parse_kv_format
+from kvarn.core.options import CACHE_MODES, EngineOptions
+from kvarn.core.requests import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+ENGINE_FIELDS = ("weights", "kv", "cache", "block_size", "context_tokens", "kv_memory_bytes", "backend", "threads")
+SAMPLING_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+class Bytes(click.ParamType):
+    """A number of bytes: 1500000, 1.5GB, 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = value.strip().lower().removesuffix("b").strip()
+        number = text.rstrip("kmgti")
+        try:
+            nbytes = int(float(number) * _UNITS[text[len(number) :].strip()])
+        except (KeyError, ValueError, OverflowError):
+            self.fail(f"{value!r} is no size; write bytes, or 1.5GB, or 2GiB", param, ctx)
+        if nbytes <= 0:
+            self.fail(f"{value!r} is not above 0", param, ctx)
+        return nbytes
+
+
+def _stacked(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def engine_options() -> Callable[[F], F]:
+    """The options of `EngineOptions`."""
+    return _stacked(
+        [
+            click.option("--weights", default="native", show_default=True, help="float32, bfloat16 or native."),
+            click.option("--kv", metavar="FORMAT", help="Format of the KV cache, or k=FORMAT,v=FORMAT."),
+            click.option("--cache", type=click.Choice(CACHE_MODES), default="paged", show_default=True),
+            click.option("--block-size", type=int, default=32, show_default=True, help="Tokens of a block."),
+            click.option("--context", "context_tokens", type=int, metavar="TOKENS", help="Longest sequence to allow."),
+            click.option("--kv-memory", "kv_memory_bytes", type=Bytes(), help="Memory of the KV cache, e.g. 2GiB."),
+            click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built)."),
+            click.option("--threads", type=int, metavar="N", help="CPU threads (default: as PyTorch decides)."),
+        ]
+    )
+
+
+def sampling_options() -> Callable[[F], F]:
+    """The options of `SamplingParams`."""
+    return _stacked(
+        [
+            click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens at most."),
+            click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy."),
+            click.option("--top-k", type=int, default=0, help="Only the K likeliest tokens (0: all)."),
+            click.option("--top-p", type=float, default=1.0, help="Only the likeliest tokens that sum to P."),
+            click.option("--min-p", type=float, default=0.0, help="Only tokens at least P times as likely as the top."),
+            click.option("--repetition-penalty", type=float, default=1.0, help="Above 1: repeat less."),
+            click.option("--seed", type=int, help="Same seed, same answer."),
+            click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
+            click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token."),
+        ]
+    )
+
+
+def engine_options_of(given: Mapping[str, Any]) -> EngineOptions:
+    """What was asked of the engine; a KV format's name is checked before a model is loaded. Raises UnknownName,
+    InvalidRequest."""
+    if given["kv"] is not None:
+        try:
+            parse_kv_format(given["kv"])
+        except ValueError as error:
+            raise InvalidRequest(str(error), fixes=(f"formats: {', '.join(format_names())}",)) from error
+    for name in ("block_size", "context_tokens", "threads"):
+        if given[name] is not None and given[name] < 1:
+            raise InvalidRequest(f"{name} is {given[name]}", fixes=("use 1 or more",))
+    return EngineOptions(**{name: given[name] for name in ENGINE_FIELDS})
+
+
+def sampling_params_of(given: Mapping[str, Any]) -> SamplingParams:
+    """What was asked of the sampler. Raises InvalidRequest."""
+    return SamplingParams(**{name: given[name] for name in SAMPLING_FIELDS})
