@@ -114,6 +114,19 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionTrace:
+    """What an answer's way through the engine was. waits, preemptions: the reasons, in words. cached_tokens: found in
+    the prefix index. physical_bytes: of the blocks it held at its end, shared ones included; logical_bytes: its cached
+    tokens in full precision."""
+
+    waits: tuple[str, ...] = ()
+    preemptions: tuple[str, ...] = ()
+    cached_tokens: int = 0
+    physical_bytes: int = 0
+    logical_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One of a request's n answers. finish_reason: 'stop', 'length', 'cancelled' or 'error'."""
 
@@ -123,6 +136,7 @@ class Completion:
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+    trace: CompletionTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)

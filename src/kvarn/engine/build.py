@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from kvarn.core.events import EventSink
 from kvarn.core.files import ModelFiles
 from kvarn.core.options import CachePlan, EngineOptions
 from kvarn.engine.engine import Cache, Engine
@@ -31,17 +32,19 @@ class Parts:
     engine: Engine
 
 
-def build_engine(files: ModelFiles, options: EngineOptions) -> Parts:
-    """Load a model and put an engine around it. Raises ModelError, DoesNotFit, IncompatiblePlan, UnknownName."""
+def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | None = None) -> Parts:
+    """Load a model and put an engine around it. emit: is told what the cache does. Raises ModelError, DoesNotFit, IncompatiblePlan, UnknownName."""
     backend = load_backend(options.backend)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(files)
     model = load_model(files, options.weights)
-    return assemble(model, tokenizer, backend, options)
+    return assemble(model, tokenizer, backend, options, emit)
 
 
-def assemble(model: CausalLM, tokenizer: Tokenizer, backend: Backend, options: EngineOptions) -> Parts:
+def assemble(
+    model: CausalLM, tokenizer: Tokenizer, backend: Backend, options: EngineOptions, emit: EventSink | None = None
+) -> Parts:
     """An engine around a model that is already loaded."""
     plan = plan_cache(
         model.layers,
@@ -56,14 +59,17 @@ def assemble(model: CausalLM, tokenizer: Tokenizer, backend: Backend, options: E
         context_tokens=plan.context_tokens,
         recompute_all=plan.mode == "none",
     )
-    cache = _cache(plan, model, backend, options)
+    cache = _cache(plan, model, backend, options, emit)
     engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache))
     return Parts(model, tokenizer, plan, engine)
 
 
-def _cache(plan: CachePlan, model: CausalLM, backend: Backend, options: EngineOptions) -> Cache:
-    kind = RecomputeCache if plan.mode == "none" else CacheManager
-    return kind(plan, model.layers, backend, poison=options.poison)
+def _cache(
+    plan: CachePlan, model: CausalLM, backend: Backend, options: EngineOptions, emit: EventSink | None
+) -> Cache:
+    if plan.mode == "none":
+        return RecomputeCache(plan, model.layers, backend, poison=options.poison)
+    return CacheManager(plan, model.layers, backend, poison=options.poison, emit=emit)
 
 
 def with_overrides(options: EngineOptions | None, overrides: dict[str, object]) -> EngineOptions:

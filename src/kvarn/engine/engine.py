@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvarn.core.errors import InvalidRequest
-from kvarn.core.requests import Delta, RequestOutput, SamplingParams
+from kvarn.core.requests import CompletionTrace, Delta, RequestOutput, SamplingParams
+from kvarn.engine.guide import Guide
 from kvarn.engine.request import CompletionState, RequestState
 from kvarn.engine.runner import StepRun, run_model
 from kvarn.engine.sampler import sample, token_logprob
@@ -73,13 +74,14 @@ class Engine:
         tenant: str = "",
         namespace: bytes = b"",
         deadline_s: float | None = None,
+        guide: Guide | None = None,
     ) -> RequestState:
-        """Queue a request. deadline_s: seconds from now. Raises InvalidRequest and DoesNotFit, and then nothing has
-        changed."""
+        """Queue a request. deadline_s: seconds from now. guide: constrains the answers. Raises InvalidRequest and
+        DoesNotFit, and then nothing has changed."""
         self._check(request_id, prompt_ids)
         now = self._clock()
         first = self._next_seq_id
-        state = RequestState.new(request_id, prompt_ids, params, self.tokenizer, first, now)
+        state = RequestState.new(request_id, prompt_ids, params, self.tokenizer, first, now, guide)
         entry = Entry(
             seq_id=first,
             prompt_ids=state.prompt_ids,
@@ -120,6 +122,7 @@ class Engine:
         return self._requests.pop(request_id).output()
 
     def _end(self, state: RequestState, completion: CompletionState, reason: str, error: str | None = None) -> None:
+        self._trace(completion)
         self.scheduler.cancel(completion.seq_id)
         self._places.pop(completion.seq_id, None)
         self._pending.append(state.end(completion, reason, error))
@@ -207,8 +210,18 @@ class Engine:
     def _close(self, seq_ids: Sequence[int]) -> None:
         """Completions that ended give their blocks back, children before their parent."""
         for seq_id in reversed(seq_ids):
+            if place := self._places.pop(seq_id, None):
+                self._trace(place.completion)
             self.scheduler.finish(seq_id)
-            self._places.pop(seq_id, None)
+
+    def _trace(self, completion: CompletionState) -> None:
+        """Keep what the scheduler and the cache know of a sequence that ends. One the scheduler ended is gone."""
+        if (seq := self.scheduler.find(completion.seq_id)) is None:
+            return
+        physical, logical = self.cache.sequence_bytes(completion.seq_id)
+        completion.trace = CompletionTrace(
+            tuple(map(str, seq.waits)), tuple(map(str, seq.preemptions)), seq.cached_tokens or 0, physical, logical
+        )
 
     def _score_prompt(self, row: Row, place: _Place, run: StepRun, index: int) -> None:
         """Row start + j predicts prompt token start + j + 1; what a preemption repeats is not scored again."""

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 from kvarn.core.requests import (
     Completion,
+    CompletionTrace,
     Delta,
     RequestOutput,
     RequestTimings,
     SamplingParams,
     TokenLogprob,
 )
+from kvarn.engine.guide import Guide
 from kvarn.engine.randomness import fresh_seed
 from kvarn.engine.sampler import Sampled, SampleRow
 from kvarn.text import TextStream, Tokenizer
@@ -32,6 +34,8 @@ class CompletionState:
     pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    guide: Guide | None = None
+    trace: CompletionTrace | None = None
 
     def result(self, want_logprobs: bool) -> Completion:
         return Completion(
@@ -41,6 +45,7 @@ class CompletionState:
             self.finish_reason or "error",
             tuple(self.logprobs) if want_logprobs else None,
             self.error,
+            self.trace,
         )
 
 
@@ -70,9 +75,13 @@ class RequestState:
         tokenizer: Tokenizer,
         first_seq_id: int,
         now_s: float,
+        guide: Guide | None = None,
     ) -> RequestState:
-        """seq ids first_seq_id .. first_seq_id + n - 1."""
+        """seq ids first_seq_id .. first_seq_id + n - 1. guide: at its start; each completion follows a copy."""
         completions = [CompletionState(i, first_seq_id + i, tokenizer.stream(params.stop)) for i in range(params.n)]
+        if guide is not None:
+            for completion in completions:
+                completion.guide = guide.fork()
         state = cls(request_id, tuple(prompt_ids), params, completions, now_s)
         state.seed = params.seed if params.seed is not None else fresh_seed()
         if params.repetition_penalty != 1:
@@ -86,7 +95,10 @@ class RequestState:
     def sample_row(self, completion: CompletionState) -> SampleRow:
         """What the sampler must know to choose the completion's next token."""
         position = len(self.prompt_ids) + len(completion.token_ids)
-        return SampleRow(self.params, self.seed, completion.index, position, self.prompt_counts, completion.counts)
+        allowed = completion.guide.allowed() if completion.guide is not None else None
+        return SampleRow(
+            self.params, self.seed, completion.index, position, self.prompt_counts, completion.counts, allowed
+        )
 
     def take(self, completion: CompletionState, sampled: Sampled, end_ids: frozenset[int], now_s: float) -> Delta:
         """Append a chosen token; decides whether the completion ends, and which text is certain now."""
@@ -99,7 +111,12 @@ class RequestState:
             completion.logprobs.append(sampled.logprob)
         ended = token in p.stop_token_ids or (token in end_ids and not p.ignore_eos)
         text = "" if ended else completion.stream.push((token,))
-        if ended or completion.stream.stopped_by is not None:
+        if not ended and completion.guide is not None:
+            completion.guide.accept(token)
+            completion.error = completion.guide.error
+        if completion.error is not None:
+            completion.finish_reason = "error"
+        elif ended or completion.stream.stopped_by is not None or (completion.guide and completion.guide.done):
             completion.finish_reason = "stop"
         elif len(completion.token_ids) >= p.max_tokens:
             completion.finish_reason = "length"

@@ -70,6 +70,10 @@ class Scheduler:
         """To read, not to write. KeyError where it is unknown or gone."""
         return self._seqs[seq_id]
 
+    def find(self, seq_id: int) -> Sequence | None:
+        """As `sequence`, but None where it is unknown or gone."""
+        return self._seqs.get(seq_id)
+
     def why_waiting(self, seq_id: int) -> WaitReason | None:
         """What a sequence waits for now; None where it runs or is gone."""
         seq = self._seqs.get(seq_id)

@@ -67,6 +67,10 @@ class RecomputeCache:
     def memory(self) -> CacheMemory:
         return _NOTHING
 
+    def sequence_bytes(self, seq_id: int) -> tuple[int, int]:
+        """(0, 0): nothing is kept."""
+        return 0, 0
+
     def reset_peak(self) -> None:
         self.scratch_bytes_peak = 0
 

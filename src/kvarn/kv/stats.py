@@ -30,12 +30,28 @@ class CacheMemory:
         return self.stored_slots / self.reserved_slots if self.reserved_slots else 0.0
 
 
+def _full_token_bytes(manager: CacheManager) -> int:
+    """One token in full precision in every layer."""
+    return sum(
+        g.spec.kv_heads * (g.spec.k_dim + g.spec.v_dim) * len(g.layers) * g.element_bytes for g in manager.groups
+    )
+
+
+def measure_sequence(manager: CacheManager, seq_id: int) -> tuple[int, int]:
+    """(physical, logical) bytes of one sequence, as in CacheMemory; shared blocks count. (0, 0) where it has none."""
+    if (state := manager.sequences.get(seq_id)) is None:
+        return 0, 0
+    physical = 0
+    for group, row in zip(manager.groups, state.rows, strict=True):
+        counts = group.named([row])
+        physical += sum(n.total() * size for n, size in zip(counts, group.pool_block_bytes, strict=True))
+    return physical, state.length * _full_token_bytes(manager)
+
+
 def measure(manager: CacheManager) -> CacheMemory:
     """Counted from the ledgers; O(sequences)."""
     tokens = sum(s.length for s in manager.sequences.values())
-    full = sum(
-        g.spec.kv_heads * (g.spec.k_dim + g.spec.v_dim) * len(g.layers) * g.element_bytes for g in manager.groups
-    )
+    full = _full_token_bytes(manager)
     pools = [(p, b) for g in manager.groups for p, b in zip(g.pools, g.pool_block_bytes, strict=True)]
     blocks = sum(p.held_blocks for p, _ in pools)
     return CacheMemory(
