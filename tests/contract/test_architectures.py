@@ -334,3 +334,17 @@ def test_tensors_are_the_parameters(name: str, pairs: Any) -> None:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_file_name_is_the_model_type(name: str) -> None:
     assert load_architecture(name).__module__ == f"{ARCHITECTURES}.{name}"
+
+
+@pytest.mark.parametrize(("name", "variant"), EVERY_CASE)
+def test_layers_keep_what_transformers_keeps(name: str, variant: str, pairs: Any) -> None:
+    """The specs that the planner counts and the cache allocates, against a cache that transformers has filled."""
+    pair = pairs(name, variant)
+    with torch.inference_mode():
+        filled = pair.theirs(pair.ids[None], use_cache=True).past_key_values
+    assert len(filled.layers) == len(pair.ours.layers)
+    for spec, layer in zip(pair.ours.layers, filled.layers, strict=True):
+        assert layer.keys.shape[1::2] == (spec.kv_heads, spec.k_dim)
+        assert layer.values.shape[1::2] == (spec.kv_heads, spec.v_dim)
+        assert getattr(layer, "sliding_window", None) == spec.window_tokens
+    assert all(spec.query_heads == TINY["num_attention_heads"] for spec in pair.ours.layers)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvarn.core.errors import UnknownArchitecture
+from kvarn.core.geometry import geometry_of
 from kvarn.core.registry import names_in
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import AttendParams
@@ -39,16 +40,18 @@ class CausalLM:
     tied_by_default = False
     plus_one_norms = False
     default_activation = "silu"
+    default_eps = 1e-6
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config = config
         self.hidden_size = integer(config, "hidden_size")
         self.vocab_size = integer(config, "vocab_size")
-        self.eps = number(config, "rms_norm_eps", 1e-6)
-        self.layers = self.layer_specs()
+        self.eps = number(config, "rms_norm_eps", self.default_eps)
+        self.layers = geometry_of(dict(config)).layers
         self.activations = weights.activations
         self._ropes: dict[str | None, RotaryEmbedding] = {
-            kind: rotary_embedding(config, self.head_dim, kind) for kind in dict.fromkeys(self.rope_kinds())
+            kind: rotary_embedding(config, spec.k_dim, kind)
+            for kind, spec in zip(self.rope_kinds(), self.layers, strict=True)
         }
         self._weights = weights
         self._embedding = weights.table("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
@@ -80,24 +83,6 @@ class CausalLM:
     # What it is.
 
     @property
-    def n_layers(self) -> int:
-        return integer(self.config, "num_hidden_layers")
-
-    @property
-    def query_heads(self) -> int:
-        return integer(self.config, "num_attention_heads")
-
-    @property
-    def kv_heads(self) -> int:
-        return (
-            integer(self.config, "num_key_value_heads") if self.config.get("num_key_value_heads") else self.query_heads
-        )
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.get("head_dim") or self.hidden_size // self.query_heads
-
-    @property
     def tied(self) -> bool:
         """Is the output matrix the embedding?"""
         stated = self.config.get("tie_word_embeddings")
@@ -124,10 +109,6 @@ class CausalLM:
 
     # What an architecture may change.
 
-    def windows(self) -> tuple[int | None, ...]:
-        """Each layer's window in tokens, None for one that sees everything."""
-        return (None,) * self.n_layers
-
     def rope_kinds(self) -> tuple[str | None, ...]:
         """Each layer's key into the rope parameters."""
         return (None,) * len(self.layers)
@@ -141,7 +122,7 @@ class CausalLM:
         return number(self.config, "final_logit_softcapping", 0.0) or None
 
     def attend_params(self, spec: LayerSpec) -> AttendParams:
-        return AttendParams(scale=self.head_dim**-0.5, window_tokens=spec.window_tokens)
+        return AttendParams(scale=spec.k_dim**-0.5, window_tokens=spec.window_tokens)
 
     def decoder_layer(self, index: int) -> DecoderLayer:
         at = f"model.layers.{index}"
@@ -153,14 +134,10 @@ class CausalLM:
             eps=self.eps,
         )
 
-    def qkv(self, at: str) -> Product:
+    def qkv(self, at: str, spec: LayerSpec) -> Product:
         """The product that makes queries, keys and values; `at` names the attention block."""
-        dim = self.head_dim
-        parts = (
-            (f"{at}.q_proj", self.query_heads * dim),
-            (f"{at}.k_proj", self.kv_heads * dim),
-            (f"{at}.v_proj", self.kv_heads * dim),
-        )
+        rows = {"q": spec.query_heads * spec.k_dim, "k": spec.kv_heads * spec.k_dim, "v": spec.kv_heads * spec.v_dim}
+        parts = ((f"{at}.{side}_proj", count) for side, count in rows.items())
         return self._weights.linear(self.hidden_size, *parts, bias=self.qkv_bias)
 
     def gate_up(self, at: str) -> Product:
@@ -175,18 +152,15 @@ class CausalLM:
     def ffn_size(self) -> int:
         return integer(self.config, "intermediate_size")
 
-    def layer_specs(self) -> tuple[LayerSpec, ...]:
-        dim, kv_heads, heads = self.head_dim, self.kv_heads, self.query_heads
-        return tuple(LayerSpec(kv_heads, dim, dim, heads, window_tokens=window) for window in self.windows())
-
     def attention(self, index: int) -> Attention:
-        at, spec, dim = f"model.layers.{index}.self_attn", self.layers[index], self.head_dim
-        out = self._weights.linear(self.query_heads * dim, (f"{at}.o_proj", self.hidden_size), bias=self.output_bias)
-        params = self.attend_params(spec)
+        at, spec = f"model.layers.{index}.self_attn", self.layers[index]
+        mixed = spec.query_heads * spec.v_dim
+        out = self._weights.linear(mixed, (f"{at}.o_proj", self.hidden_size), bias=self.output_bias)
+        qkv, params = self.qkv(at, spec), self.attend_params(spec)
         if not self.qk_norm:
-            return Attention(spec, self.qkv(at), out, params)
-        q_norm, k_norm = (self.norm(f"{at}.{side}_norm.weight", dim) for side in "qk")
-        return Attention(spec, self.qkv(at), out, params, q_norm, k_norm, self.eps)
+            return Attention(spec, qkv, out, params)
+        q_norm, k_norm = (self.norm(f"{at}.{side}_norm.weight", spec.k_dim) for side in "qk")
+        return Attention(spec, qkv, out, params, q_norm, k_norm, self.eps)
 
     def mlp(self, index: int) -> GatedMLP:
         at = f"model.layers.{index}.mlp"

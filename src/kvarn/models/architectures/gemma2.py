@@ -11,7 +11,6 @@ from kvarn.models.base import CausalLM
 from kvarn.models.build import Weights
 from kvarn.models.config import Config, number
 from kvarn.models.layers import DecoderLayer, SandwichLayer
-from kvarn.models.windows import from_layer_types, periodic
 
 
 class Gemma2(CausalLM):
@@ -22,8 +21,6 @@ class Gemma2(CausalLM):
     default_activation = "gelu_pytorch_tanh"
     attention_soft_cap: float | None = 50.0
     output_soft_cap: float | None = 30.0
-    window_period = 2
-    default_window_tokens = 4096
 
     def __init__(self, config: Config, weights: Weights) -> None:
         if config.get("use_bidirectional_attention"):
@@ -32,19 +29,6 @@ class Gemma2(CausalLM):
             )
         self.qkv_bias = self.output_bias = bool(config.get("attention_bias"))
         super().__init__(config, weights)
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.get("head_dim") or 256
-
-    def windows(self) -> tuple[int | None, ...]:
-        window = self.config.get("sliding_window", self.default_window_tokens)
-        types = self.config.get("layer_types")
-        return from_layer_types(types, window, self.n_layers) if types else periodic(self.period, window, self.n_layers)
-
-    @property
-    def period(self) -> int:
-        return self.window_period
 
     def embedding_scale(self) -> float | None:
         return torch.tensor(self.hidden_size**0.5, dtype=self.activations).item()

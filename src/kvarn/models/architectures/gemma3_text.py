@@ -16,16 +16,13 @@ class Gemma3(Gemma2):
     attention_soft_cap = None
     output_soft_cap = None
 
-    @property
-    def period(self) -> int:
-        return self.config.get("sliding_window_pattern") or 6
-
     def attend_params(self, spec: LayerSpec) -> AttendParams:
         scale = number(self.config, "query_pre_attn_scalar", 256.0) ** -0.5
         return AttendParams(scale=scale, window_tokens=spec.window_tokens)
 
     def rope_kinds(self) -> tuple[str | None, ...]:
-        return tuple(FULL if window is None else SLIDING for window in self.windows())
+        windows = (spec.window_tokens for spec in self.layers)
+        return tuple(FULL if window is None else SLIDING for window in windows)
 
 
 ARCHITECTURE = Gemma3

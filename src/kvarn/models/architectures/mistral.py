@@ -6,10 +6,7 @@ from kvarn.models.base import CausalLM
 
 
 class Mistral(CausalLM):
-    """`sliding_window` null means no window."""
-
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.config.get("sliding_window"),) * self.n_layers
+    """The window is the geometry's (`sliding_window`; null means none)."""
 
 
 ARCHITECTURE = Mistral

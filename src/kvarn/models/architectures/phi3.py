@@ -3,16 +3,18 @@ https://huggingface.co/docs/transformers/model_doc/phi3"""
 
 from __future__ import annotations
 
+from kvarn.core.specs import LayerSpec
 from kvarn.models.base import CausalLM
 from kvarn.models.weights.base import Product
 
 
 class Phi3(CausalLM):
-    def windows(self) -> tuple[int | None, ...]:
-        return (self.config.get("sliding_window"),) * self.n_layers
+    """A window on every layer where the config states one."""
 
-    def qkv(self, at: str) -> Product:
-        rows = (self.query_heads + 2 * self.kv_heads) * self.head_dim
+    default_eps = 1e-5
+
+    def qkv(self, at: str, spec: LayerSpec) -> Product:
+        rows = (spec.query_heads + spec.kv_heads) * spec.k_dim + spec.kv_heads * spec.v_dim
         return self.product(f"{at}.qkv_proj", rows)
 
     def gate_up(self, at: str) -> Product:

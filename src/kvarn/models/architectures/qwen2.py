@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from kvarn.models.base import CausalLM
-from kvarn.models.windows import from_max_window_layers
 
 
 class Qwen2(CausalLM):
     qkv_bias = True
-
-    def windows(self) -> tuple[int | None, ...]:
-        return from_max_window_layers(self.config, self.n_layers)
 
 
 ARCHITECTURE = Qwen2

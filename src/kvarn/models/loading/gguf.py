@@ -16,7 +16,7 @@ from kvarn.models.weights.base import RawBlocks
 
 FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 QUANTIZED = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
-CHUNK_ELEMENTS = 1 << 18  # dequantized at a time: 1 MiB of float32, so that the steps between stay in the CPU's cache
+CHUNK_ELEMENTS = 1 << 16  # dequantized at a time: 256 KiB of float32, so that the steps between stay in the cache
 REORDERED = "llama"  # the GGUF architecture whose converter reorders query and key rows
 
 
@@ -35,7 +35,7 @@ class GGUFSource:
         self.provenance = str(first.path)
         self._names = _name_map(first)
         self._tensors = {t.name: (header, t) for header in headers for t in header.tensors.values()}
-        self._files = {header.path: np.memmap(header.path, np.uint8, mode="c") for header in headers}
+        self._files = {header.path: np.memmap(header.path, np.uint8, mode="c").view(np.ndarray) for header in headers}
         reordered = first.architecture == REORDERED
         self._heads = {"q_proj": query_heads, "k_proj": kv_heads} if reordered else {}
 
@@ -100,7 +100,8 @@ def _numbers(kind: str, data: np.ndarray) -> Tensor:
     if kind in FLOATS:
         numbers = torch.from_numpy(np.ascontiguousarray(data).view(FLOATS[kind]))
         return numbers.view(torch.bfloat16) if kind == "BF16" else numbers
-    return torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]))
+    # as one long row: blocks do not know rows, and the package works through rows a few at a time
+    return torch.from_numpy(dequantize(data.reshape(1, -1), GGMLQuantizationType[kind])).view(len(data), -1)
 
 
 def _chunks(rows: int, at_once: int) -> Iterator[slice]:
