@@ -33,7 +33,8 @@ class Parts:
 
 
 def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | None = None) -> Parts:
-    """Load a model and put an engine around it. emit: is told what the cache does. Raises ModelError, DoesNotFit, IncompatiblePlan, UnknownName."""
+    """Load a model and put an engine around it. emit: is told what the cache does. Raises ModelError, DoesNotFit,
+    IncompatiblePlan, UnknownName."""
     backend = load_backend(options.backend)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -64,9 +65,7 @@ def assemble(
     return Parts(model, tokenizer, plan, engine)
 
 
-def _cache(
-    plan: CachePlan, model: CausalLM, backend: Backend, options: EngineOptions, emit: EventSink | None
-) -> Cache:
+def _cache(plan: CachePlan, model: CausalLM, backend: Backend, options: EngineOptions, emit: EventSink | None) -> Cache:
     if plan.mode == "none":
         return RecomputeCache(plan, model.layers, backend, poison=options.poison)
     return CacheManager(plan, model.layers, backend, poison=options.poison, emit=emit)

@@ -61,6 +61,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    def to_json(self) -> str:
+        """The vocabulary and its rules as the text of a tokenizer.json."""
+        return self._backend.to_str()
+
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling in the vocabulary."""
         return self._backend.token_to_id(token)
