@@ -1,8 +1,8 @@
 """How engines store cached numbers: bytes a row, with every scale counted. No arithmetic of the cache lives elsewhere.
 
 A row is what one token keeps of one layer's K (or V): `heads * dim` numbers. Sources: ggml's block structures for the
-q and iq names; vLLM's kv_cache_interface (per-token-head scales are one float32 a head and side; NVFP4 is 4 bits and one
-fp8 scale per 16 numbers); the fp8_ds_mla record is described with vLLM's FlashMLA sparse backend.
+q and iq names; vLLM's kv_cache_interface (per-token-head scales are one float32 a head and side; NVFP4 is 4 bits and
+one fp8 scale per 16 numbers); the fp8_ds_mla record is described with vLLM's FlashMLA sparse backend.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from kvarn.core.errors import IncompatiblePlan, UnknownName
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """`group` numbers take `group_bytes`; on top come `head_bytes` a head and `row_bytes` a row, for scales kept apart."""
+    """`group` numbers take `group_bytes`; `head_bytes` a head and `row_bytes` a row come on top, for scales kept
+    apart."""
 
     name: str
     group: int

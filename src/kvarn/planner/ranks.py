@@ -34,8 +34,9 @@ def _rank_state(tensor: StateTensor, tp: int) -> StateTensor:
     return replace(tensor, elements=tensor.elements // tp)
 
 
-def rank_layer(spec: LayerSpec, tp: int) -> LayerSpec:
-    """The part of one layer that one of `tp` ranks keeps. Raises IncompatiblePlan."""
+def rank_layer(spec: LayerSpec, tp: int, *, heads_known: bool = True) -> LayerSpec:
+    """The part of one layer that one of `tp` ranks keeps. heads_known: false where the query heads are an assumption,
+    which then is no reason to refuse. Raises IncompatiblePlan."""
     if tp == 1:
         return spec
     state = tuple(_rank_state(t, tp) for t in spec.state)
@@ -43,12 +44,16 @@ def rank_layer(spec: LayerSpec, tp: int) -> LayerSpec:
         return replace(spec, state=state, query_heads=max(1, spec.query_heads // tp))
     if not spec.kv_heads:
         return replace(spec, state=state)
+    heads = rank_heads(spec.kv_heads, tp)
+    if not heads_known:
+        return replace(
+            spec, kv_heads=heads, query_heads=max(heads, spec.query_heads // tp // heads * heads), state=state
+        )
     if spec.query_heads % tp:
         raise IncompatiblePlan(
             f"tensor parallel {tp} does not divide the {spec.query_heads} query heads",
             fixes=(f"use a divisor of {spec.query_heads}",),
         )
-    heads = rank_heads(spec.kv_heads, tp)
     queries = spec.query_heads // tp
     if queries % heads:
         raise IncompatiblePlan(
@@ -68,10 +73,12 @@ def stage_sizes(n_layers: int, pp: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def rank_stages(layers: Sequence[LayerSpec], tp: int, pp: int) -> tuple[tuple[LayerSpec, ...], ...]:
+def rank_stages(
+    layers: Sequence[LayerSpec], tp: int, pp: int, *, heads_known: bool = True
+) -> tuple[tuple[LayerSpec, ...], ...]:
     """The layer specs of one rank of each stage, in order. Raises IncompatiblePlan."""
     stages, start = [], 0
     for size in stage_sizes(len(layers), pp):
-        stages.append(tuple(rank_layer(spec, tp) for spec in layers[start : start + size]))
+        stages.append(tuple(rank_layer(spec, tp, heads_known=heads_known) for spec in layers[start : start + size]))
         start += size
     return tuple(stages)

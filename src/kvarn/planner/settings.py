@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from kvarn.core.errors import InvalidRequest
 from kvarn.planner.version import Version
@@ -55,7 +55,7 @@ class Settings:
     residual_tokens: int | None = None
     window_ratio: float | None = None
     mla: str | None = None
-    version: Version = Version()
+    version: Version = field(default_factory=Version)
 
     def __post_init__(self) -> None:
         for name in ("sequences", "batch", "tp", "pp", "dp"):

@@ -39,7 +39,8 @@ def parse_size(text: str | int, *, what: str = "size") -> int:
 
 
 def parse_tokens(text: str | int, *, what: str = "context") -> int:
-    """Tokens of '4096', '128k', '1M', '1m'; k = 1024 and m = 1024 * 1024, as model cards mean them. Raises InvalidRequest."""
+    """Tokens of '4096', '128k', '1M', '1m'; k = 1024 and m = 1024 * 1024, as model cards mean them.
+    Raises InvalidRequest."""
     number, unit = (text, "") if isinstance(text, int) else _split(text, what, "4096 or 128k")
     if unit not in _TOKEN_UNITS:
         raise InvalidRequest(f"{what} {text!r} has no clear unit", fixes=("k is 1024 and m is 1024*1024 tokens",))

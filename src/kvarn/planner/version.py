@@ -31,7 +31,7 @@ class Version:
 
 
 def parse_version(text: str | None) -> Version:
-    """Never raises: what is not understood is the latest version. 'V0', vLLM's first engine, counts as its last year."""
+    """Never raises: what is not understood is the latest version. 'V0' (vLLM's first engine) is late 2024."""
     if not text:
         return Version()
     pull = _PULL.search(text)

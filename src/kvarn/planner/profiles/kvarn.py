@@ -129,7 +129,8 @@ class KvarnCache(EngineCache):
         if plan is None:
             return ()
         pools = [
-            f"pool {pool.format}: {pool.n_blocks} blocks x {pool.block_bytes:,} B = {pool.nbytes:,} B ({len(g.group.layers)} layers)"
+            f"pool {pool.format}: {pool.n_blocks} blocks x {pool.block_bytes:,} B = {pool.nbytes:,} B "
+            f"({len(g.group.layers)} layers)"
             for g in plan.groups
             for pool in g.pools
         ]

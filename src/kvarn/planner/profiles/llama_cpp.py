@@ -1,6 +1,6 @@
 """llama.cpp: cells allocated up front, padded to 256 a stream; window layers keep the window and one micro-batch;
-recurrent rows in float32, one for each slot and draft token. Sources: llama-kv-cache-iswa.cpp, llama-memory-recurrent.cpp,
-llama-context.cpp; MLA latents since pull request 12801 (April 2025)."""
+recurrent rows in float32, one for each slot and draft token. Sources: llama-kv-cache-iswa.cpp,
+llama-memory-recurrent.cpp, llama-context.cpp; MLA latents since pull request 12801 (April 2025)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvarn.core.specs import LayerKind, LayerSpec
+from kvarn.planner.formats import row_format
 from kvarn.planner.profiles.base import (
     EngineCache,
     Figure,
@@ -19,7 +20,6 @@ from kvarn.planner.profiles.base import (
     state_bytes,
     token_bytes,
 )
-from kvarn.planner.formats import row_format
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import GIB, MIB, parse_tokens
 
@@ -53,8 +53,8 @@ class LlamaCppCache(EngineCache):
         return len({bool(w) for _, w, _ in rows}) > 1
 
     def _token(self, spec: LayerSpec) -> Split:
-        """An indexer's keys are stored in K's format; a latent layer has no V, but for ik_llama.cpp's -mla 1, which keeps a
-        transposed copy of the latents in f16, and for builds from before latents, which keep whole heads."""
+        """An indexer's keys are stored in K's format; a latent layer has no V, but for ik_llama.cpp's -mla 1, which
+        keeps a transposed copy of the latents in f16, and for builds from before latents, which keep whole heads."""
         s = self.settings
         plain = token_bytes(replace(spec, index_dim=0), s) + Split(k=row_format(s.kv_k or "f16").row(1, spec.index_dim))
         if spec.kind is not LayerKind.LATENT or s.mla == "latent":
@@ -122,16 +122,16 @@ class LlamaCppCache(EngineCache):
             cells = int(f["cells" if name == "full" else "window_cells"].value)
             k, v = (part * cells * streams / MIB for part in (split.k, split.v))
             found.append(
-                f"llama_kv_cache: size = {(k + v):7.2f} MiB ({cells:6d} cells, {layers:3d} layers, {s.sequences:2d}/{streams} "
-                f"seqs), K ({s.kv_k}): {k:7.2f} MiB, V ({s.kv_v}): {v:7.2f} MiB"
+                f"llama_kv_cache: size = {(k + v):7.2f} MiB ({cells:6d} cells, {layers:3d} layers, "
+                f"{s.sequences:2d}/{streams} seqs), K ({s.kv_k}): {k:7.2f} MiB, V ({s.kv_v}): {v:7.2f} MiB"
             )
         if self.state + self.conv:
             r, m = (f[n].value / MIB if n in f else 0.0 for n in ("conv_state", "ssm_state"))
             rows = s.sequences * (1 + s.draft_tokens)
             n_state = sum(1 for spec in self.layers if spec.state)
             found.append(
-                f"llama_memory_recurrent: size = {r + m:7.2f} MiB ({rows:6d} cells, {n_state:3d} layers, {s.sequences:2d} "
-                f"seqs), R (f32): {r:7.2f} MiB, S (f32): {m:7.2f} MiB"
+                f"llama_memory_recurrent: size = {r + m:7.2f} MiB ({rows:6d} cells, {n_state:3d} layers, "
+                f"{s.sequences:2d} seqs), R (f32): {r:7.2f} MiB, S (f32): {m:7.2f} MiB"
             )
         return tuple(found)
 

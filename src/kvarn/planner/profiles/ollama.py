@@ -1,5 +1,6 @@
-"""ollama: the context is the total over its parallel slots, shared in one stream; a window layer keeps the window of every
-slot and one batch. It prints one decimal. Source: fs/ggml/ggml.go (GraphSize), server logs' memory.required.kv."""
+"""ollama: the context is the total over its parallel slots, shared in one stream; a window layer keeps the window of
+every slot and one batch. It prints one decimal. Source: fs/ggml/ggml.go (GraphSize), server logs'
+memory.required.kv."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """SGLang: one slot a token (rounded to its page), a state pool with one row more than its slots, and for models with
-windows two pools in a ratio. Its log says GB and means GiB. Sources: mem_cache/memory_pool.py; sglang#11309 (the log left
-the indexer out before), #15464, #18039."""
+windows two pools in a ratio. Its log says GB and means GiB. Sources: mem_cache/memory_pool.py; sglang#11309 (the log
+left the indexer out before), #15464, #18039."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""TensorRT-LLM: a share of the memory that is free once weights and activations stand, in blocks; a pool for each window
-size. It prints GiB and the tokens of all blocks. Sources: kvCacheManager.cpp; TensorRT-LLM#1400 (free, not total), #5371."""
+"""TensorRT-LLM: a share of the memory that is free once weights and activations stand, in blocks; a pool for each
+window size. It prints GiB and the tokens of all blocks. Sources: kvCacheManager.cpp; TensorRT-LLM#1400 (a share of
+free, not of total), #5371."""
 
 from __future__ import annotations
 

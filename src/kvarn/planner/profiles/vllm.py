@@ -1,8 +1,8 @@
 """vLLM: pages of one size shared by all layer groups.
 
-Storage (v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, docs/design/hybrid_kv_cache_manager.md): layers of one kind
-form groups of equal size, the last padded; page sizes are made equal by growing a block; an attention block grows until
-its page holds a recurrent state. Reporting changed apart from storage: up to 0.20 the token line is
+Storage (v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, docs/design/hybrid_kv_cache_manager.md): layers of one
+kind form groups of equal size, the last padded; page sizes are made equal by growing a block; an attention block
+grows until its page holds a recurrent state. Reporting changed apart from storage: up to 0.20 the token line is
 blocks // groups x block, from 0.21 it is blocks / blocks of one longest request x max_model_len.
 """
 
@@ -199,8 +199,8 @@ class VllmCache(EngineCache):
             )
         if self.held(1, length).total > available:
             return (
-                f"To serve at least one request with the models's max seq len ({length}), ({f['needed']} GiB KV cache is "
-                f"needed, which is larger than the available KV cache memory ({f['available']} GiB). Based on the "
+                f"To serve at least one request with the models's max seq len ({length}), ({f['needed']} GiB KV cache "
+                f"is needed, which is larger than the available KV cache memory ({f['available']} GiB). Based on the "
                 f"available memory, the estimated maximum model length is {f['estimated_length']}.",
             )
         return (

@@ -1,0 +1,93 @@
+"""Plots of a plan: memory against context and batch, tokens/s against batch. svg, png or html. matplotlib is
+optional."""
+
+from __future__ import annotations
+
+import io
+from html import escape
+from pathlib import Path
+from types import ModuleType
+
+from kvarn.core.errors import InvalidRequest, KvarnError
+from kvarn.planner.compute import BATCHES, Case
+from kvarn.planner.report import render
+from kvarn.planner.result import Plan
+from kvarn.planner.sizes import GIB
+
+SUFFIXES = (".svg", ".png", ".html")
+CONTEXTS = tuple(2**i for i in range(10, 21))
+PLOT_BATCHES = (1, 4, 16, 64)
+
+
+def _figures() -> ModuleType:
+    try:
+        from matplotlib import figure  # noqa: PLC0415  optional, and slow to load
+    except ImportError as error:
+        raise KvarnError("plots need matplotlib, which is not installed", fixes=("pip install matplotlib",)) from error
+    return figure
+
+
+def memory_curves(case: Case) -> dict[int, list[tuple[int, int]]]:
+    """Cache bytes on the fullest rank by batch: [(context, bytes)]."""
+    most = case.geometry.max_context or CONTEXTS[-1]
+    contexts = [c for c in CONTEXTS if c <= max(most, case.settings.context_tokens)]
+    return {
+        batch: [(c, max(cache.held(batch, c).total for cache in case.stages)) for c in contexts]
+        for batch in sorted({*PLOT_BATCHES, case.settings.sequences})
+    }
+
+
+def draw(case: Case, plan: Plan):
+    """A matplotlib figure with both plots."""
+    fig = _figures().Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    for batch, points in memory_curves(case).items():
+        left.plot([c for c, _ in points], [b / GIB for _, b in points], marker=".", label=f"{batch} sequences")
+    if plan.cache_bytes:
+        left.axhline(plan.cache_bytes / GIB, color="black", linestyle="--", label="memory for the cache")
+    left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="KV cache of a device (GiB)")
+    left.set_title(f"Memory: {plan.model}")
+    left.legend(fontsize="small")
+    _speed(right, plan)
+    return fig
+
+
+def _speed(axes, plan: Plan) -> None:
+    points = plan.time.batches
+    axes.set(xlabel="batch (sequences)", ylabel="tokens/s, all sequences", xscale="log")
+    axes.set_title(f"Decode at {plan.context:,} tokens, {plan.time.basis}")
+    if not points:
+        axes.text(0.5, 0.5, "the device's speed is not known", ha="center", transform=axes.transAxes)
+        return
+    axes.plot([p.batch for p in points], [p.tokens_per_s for p in points], marker="o", color="tab:blue")
+    for p in points:
+        if p.fits is False:
+            axes.plot(p.batch, p.tokens_per_s, marker="x", color="tab:red", markersize=9)
+    axes.set_xticks([b for b in BATCHES if b <= points[-1].batch], [str(b) for b in BATCHES if b <= points[-1].batch])
+
+
+def save(case: Case, plan: Plan, path: Path) -> None:
+    """Write the plots to `path`. Raises InvalidRequest for another suffix, KvarnError without matplotlib or where the
+    file cannot be written."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidRequest(f"plot file {str(path)!r}", fixes=(f"end it in {', '.join(SUFFIXES)}",))
+    fig = draw(case, plan)
+    try:
+        if path.suffix.lower() == ".html":
+            buffer = io.StringIO()
+            fig.savefig(buffer, format="svg")
+            path.write_text(_page(buffer.getvalue(), plan), encoding="utf-8")
+        else:
+            fig.savefig(path)
+    except OSError as error:
+        raise KvarnError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _page(svg: str, plan: Plan) -> str:
+    """A page that stands alone: the plots and the report."""
+    drawing = svg[svg.index("<svg") :]
+    title = escape(f"{plan.model} on {plan.engine}")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title></head>\n<body>\n'
+        f"<h1>{title}</h1>\n{drawing}\n<pre>{escape(render(plan))}</pre>\n</body>\n</html>\n"
+    )
