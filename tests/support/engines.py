@@ -1,0 +1,106 @@
+"""Engines over tiny models, with poisoned pages, checked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from support.models import byte_tokenizer, tiny_model
+
+from kvarn.core.options import EngineOptions
+from kvarn.core.requests import Delta, RequestOutput, SamplingParams
+from kvarn.engine.build import assemble
+from kvarn.engine.engine import Engine, StepResult
+from kvarn.kernels import load_backend
+from kvarn.kv.sizing import plan_cache
+from kvarn.models.base import CausalLM
+from kvarn.text import Tokenizer
+
+BLOCK = 4
+CONTEXT = 128
+SMALL = EngineOptions(
+    weights="float32", block_size=BLOCK, context_tokens=CONTEXT, max_seqs=32, step_tokens=64, poison=True
+)
+
+
+def block_bytes(model: CausalLM, options: EngineOptions = SMALL) -> int:
+    """Bytes of one block of every pool together."""
+    plan = plan_cache(model.layers, options, max_context=None, default_format="float32", free_bytes=1 << 30)
+    return sum(p.block_bytes for g in plan.groups for p in g.pools)
+
+
+def make_engine(
+    model: CausalLM | str = "llama", tokenizer: Tokenizer | None = None, *, blocks: int | None = None, **options: Any
+) -> Engine:
+    """blocks: in each pool, None for as many as max_seqs contexts take. options: fields of EngineOptions."""
+    model = tiny_model(model) if isinstance(model, str) else model
+    asked = EngineOptions(**{**{f: getattr(SMALL, f) for f in SMALL.__dataclass_fields__}, **options})
+    if blocks is not None:
+        asked = EngineOptions(**{**vars(asked), "kv_memory_bytes": blocks * block_bytes(model, asked)})
+    return assemble(model, tokenizer or byte_tokenizer(), load_backend(), asked).engine
+
+
+@dataclass
+class Watch:
+    """What an engine did: outputs by request id, deltas in order, steps."""
+
+    engine: Engine
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    deltas: list[Delta] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
+
+    def step(self) -> StepResult:
+        result = self.engine.step()
+        self.engine.cache.check()
+        self.steps.append(result)
+        self.deltas += result.deltas
+        self.outputs.update((r.request_id, r) for r in result.finished)
+        return result
+
+    def finish(self, each: Callable[[StepResult], None] | None = None, most_steps: int = 2000) -> None:
+        """Step until nothing is left to do; then every stream must equal its text."""
+        for _ in range(most_steps):
+            if not self.engine.has_work:
+                break
+            result = self.step()
+            if each is not None:
+                each(result)
+        else:
+            raise AssertionError(f"no end after {most_steps} steps")
+        self.check_streams()
+
+    def check_streams(self) -> None:
+        for request_id, output in self.outputs.items():
+            for completion in output.completions:
+                mine = [d for d in self.deltas if (d.request_id, d.index) == (request_id, completion.index)]
+                assert "".join(d.text for d in mine) == completion.text
+                assert tuple(t for d in mine for t in d.token_ids) == completion.token_ids
+                assert [d.finish_reason for d in mine] == [None] * (len(mine) - 1) + [completion.finish_reason]
+
+    @property
+    def preemptions(self) -> int:
+        return sum(len(s.plan.preempted) for s in self.steps)
+
+
+Asked = tuple[Sequence[int], SamplingParams]
+
+
+def serve(engine: Engine, asked: Sequence[Asked]) -> Watch:
+    """Add all requests ('0', '1', ...), run to the end."""
+    watch = Watch(engine)
+    for index, (ids, params) in enumerate(asked):
+        engine.add_request(str(index), ids, params)
+    watch.finish()
+    return watch
+
+
+def answers(engine: Engine, asked: Sequence[Asked]) -> list[list[tuple[int, ...]]]:
+    """Token ids of each completion of each request."""
+    watch = serve(engine, asked)
+    return [[c.token_ids for c in watch.outputs[str(i)].completions] for i in range(len(asked))]
+
+
+def held_blocks(engine: Engine) -> int:
+    """Blocks that anything holds, over all pools; 0 for a cache without blocks."""
+    return sum(p.held_blocks for g in getattr(engine.cache, "groups", ()) for p in g.pools)
