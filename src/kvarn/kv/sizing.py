@@ -4,11 +4,11 @@ planner and the engine both call this, so the plan is the allocation."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvarn.core.errors import DoesNotFit, IncompatiblePlan
+from kvarn.core.errors import DoesNotFit, IncompatiblePlan, UnknownName
 from kvarn.core.formats import KVFormat, parse_kv_format
-from kvarn.core.options import CachePlan, EngineOptions, Grain, GroupPlan, PoolPlan, rows_per_sequence
+from kvarn.core.options import CACHE_MODES, CachePlan, EngineOptions, Grain, GroupPlan, PoolPlan, rows_per_sequence
 from kvarn.core.specs import GroupSpec, LayerSpec, cache_groups
 
 UNSTATED_CONTEXT_TOKENS = 8192
@@ -23,6 +23,11 @@ def group_block_bytes(group: GroupSpec, kv: KVFormat, block_size: int) -> int:
     """Bytes of one block of a group: all its layers, all its KV heads."""
     spec = group.spec
     return len(group.layers) * spec.kv_heads * kv.block_bytes(spec.k_dim, spec.v_dim, block_size)
+
+
+def spec_as_held(spec: LayerSpec, mode: str) -> LayerSpec:
+    """The spec by which blocks are counted: the contiguous baseline reserves the context, window or not."""
+    return replace(spec, window_tokens=None) if mode == "contiguous" else spec
 
 
 def sequence_blocks(spec: LayerSpec, context_tokens: int, block_size: int) -> int:
@@ -62,8 +67,8 @@ class _Pool:
 def _pools(group: GroupSpec, kv: KVFormat, open_kv: KVFormat, asked: EngineOptions, context: int) -> tuple[_Pool, ...]:
     """The open pool first; a format that is written only when a block is sealed gets a pool of its own behind it."""
     size, seqs = asked.block_size, asked.max_seqs
-    in_flight = step_blocks(group.spec, asked.step_tokens, size)
-    held = seqs * sequence_blocks(group.spec, context, size) + in_flight
+    spec = spec_as_held(group.spec, asked.cache)
+    held = seqs * sequence_blocks(spec, context, size) + step_blocks(spec, asked.step_tokens, size)
     if not kv.sealed_only:
         return (_Pool(group, kv.name, group_block_bytes(group, kv, size), held),)
     newest = seqs * (blocks_for(asked.residual_tokens, size) + 1) + blocks_for(asked.step_tokens, size) + 1
@@ -84,8 +89,10 @@ def plan_cache(
     """Decide the pools. max_context: the model's own limit, None if unstated. default_format: the float format of
     open blocks, and of all where `asked.kv` is None. free_bytes: memory to divide where `asked.kv_memory_bytes` is
     None. Raises DoesNotFit, IncompatiblePlan, UnknownName, ConfigError."""
-    open_kv, kv = parse_kv_format(default_format), parse_kv_format(asked.kv or default_format)
-    context = asked.context_tokens or max_context or UNSTATED_CONTEXT_TOKENS
+    open_kv, kv = parse_kv_format(default_format), _asked_format(asked.kv or default_format)
+    context = asked.context_tokens
+    if context is None:
+        context = max_context or UNSTATED_CONTEXT_TOKENS
     _check(asked, kv, context)
     pools = [p for g in cache_groups(layers) for p in _pools(g, kv, open_kv, asked, context)]
     budget = asked.kv_memory_bytes if asked.kv_memory_bytes is not None else int(free_bytes * FREE_SHARE)
@@ -121,11 +128,22 @@ def _sized(pool: _Pool, columns: int, grain: Grain) -> PoolPlan:
     return PoolPlan(pool.format, min(columns, pool.ceiling) * rows, pool.column_bytes // rows)
 
 
+def _asked_format(text: str) -> KVFormat:
+    try:
+        return parse_kv_format(text)
+    except ValueError as error:
+        raise IncompatiblePlan(str(error), fixes=("--kv bfloat16", "--kv k=float16,v=bfloat16")) from error
+
+
 def _check(asked: EngineOptions, kv: KVFormat, context: int) -> None:
     """Refuse figures that mean nothing and pairs that exclude each other."""
+    if asked.cache not in CACHE_MODES:
+        raise UnknownName("cache mode", asked.cache, CACHE_MODES)
     for name in ("block_size", "max_seqs", "step_tokens"):
         if (value := getattr(asked, name)) < 1:
             raise IncompatiblePlan(f"{name} is {value}; it must be at least 1")
+    if asked.residual_tokens < 0:
+        raise IncompatiblePlan(f"residual_tokens is {asked.residual_tokens}; it must not be negative")
     if context < 1:
         raise IncompatiblePlan(f"context is {context} tokens; it must be at least 1")
     if asked.kv_memory_bytes is not None and asked.kv_memory_bytes < 1:
@@ -140,7 +158,13 @@ def _check(asked: EngineOptions, kv: KVFormat, context: int) -> None:
 
 
 def _reasons(asked: EngineOptions, max_context: int | None, context: int, budget: int, n: int) -> tuple[str, ...]:
-    source = "asked" if asked.context_tokens else "the model's" if max_context else "a default, the model states none"
+    source = (
+        "asked"
+        if asked.context_tokens is not None
+        else "the model's"
+        if max_context
+        else "a default, the model states none"
+    )
     share = "asked" if asked.kv_memory_bytes is not None else f"{FREE_SHARE:.0%} of free memory"
     whole = asked.max_seqs * blocks_for(context, asked.block_size)
     return (
