@@ -22,13 +22,15 @@ _FAMILIES = "kvarn.core.geometry.families"
 # Where a multimodal config keeps its language model.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config", "lm_config", "language_model_config")
 
-_ENCODER_DECODERS = """t5 mt5 umt5 byt5 t5gemma t5gemma2 longt5 switch_transformers bart mbart mbart50 barthez bartpho plbart marian
+_ENCODER_DECODERS = """
+    t5 mt5 umt5 byt5 t5gemma t5gemma2 longt5 switch_transformers bart mbart mbart50 barthez bartpho plbart marian
     pegasus pegasus_x bigbird_pegasus blenderbot blenderbot-small led m2m_100 nllb nllb-moe nllb_moe prophetnet
     xlm-prophetnet fsmt mvp whisper speech_to_text speech_encoder_decoder vision-encoder-decoder encoder-decoder
     seamless_m4t seamless_m4t_v2 speecht5 udop florence2 moonshine trocr pix2struct donut nougat bark musicgen dia
     time_series_transformer informer autoformer pop2piano t5encoder kyutai_speech_to_text"""
 ENCODER_DECODERS = frozenset(_ENCODER_DECODERS.split())
-_ENCODERS = """bert roberta xlm-roberta xlm-roberta-xl albert electra distilbert deberta deberta-v2 camembert mpnet modernbert
+_ENCODERS = """
+    bert roberta xlm-roberta xlm-roberta-xl albert electra distilbert deberta deberta-v2 camembert mpnet modernbert
     nomic_bert eurobert clip siglip siglip2 vit dinov2 layoutlm layoutlmv3 esm longformer big_bird funnel xlnet xlm
     mobilebert squeezebert rembert roformer gemma-embedding"""
 ENCODERS = frozenset(_ENCODERS.split())

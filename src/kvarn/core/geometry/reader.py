@@ -19,7 +19,8 @@ _CACHE_LIKE = re.compile(
     r"|sparse|compress|mixer|nextn|mtp|qk_|rwkv|lightning|retention|swa|attn_layer|full_attn|k_eq_v|num_hidden_layers"
     r"|n_layer|dilat|memory"
 )
-_HARMLESS_WORDS = """use_cache cache_implementation initializer_range attention_dropout attn_implementation router_aux_loss_coef
+_HARMLESS_WORDS = """
+    use_cache cache_implementation initializer_range attention_dropout attn_implementation router_aux_loss_coef
     image_token_index audio_token_index video_token_index boi_token_index eoi_token_index eoa_token_index
     chunk_size_feed_forward use_mamba_kernels output_hidden_states return_dict_in_generate is_encoder_decoder
     add_cross_attention cross_attention_hidden_size max_window_layers use_sliding_window decoder_sparse_step
@@ -37,8 +38,8 @@ _HARMLESS_WORDS = """use_cache cache_implementation initializer_range attention_
     linear_dt_min linear_dt_max linear_dt_init_floor linear_allow_neg_eigval mamba_dt_rank mtp_use_dedicated_embeddings
     attn_output_gate kv_cache_scheme kv_cache_quant_algo local_files_only vision_feature_layer lm_head_bias
     shared_expert_sink mtp_hidden_states_first chain_hidden_post_norm index_score_func compress_rope_theta
-    swiglu_limit summary_first_dropout global_rank local_rank attn_chunk_impl qk_rope_interleave 
-    initializer_cutoff_factor  indexer_layernorm indexer_bias rope_theta_local
+    swiglu_limit summary_first_dropout global_rank local_rank attn_chunk_impl qk_rope_interleave
+    initializer_cutoff_factor indexer_layernorm indexer_bias rope_theta_local
     share_encoder_decoder_embeddings output_router_logits moe_layer_start_index moe_layer_end_index"""
 _HARMLESS = frozenset(_HARMLESS_WORDS.split())
 

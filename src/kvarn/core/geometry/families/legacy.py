@@ -1,4 +1,4 @@
-"""Decoders from before Llama: GPT-2, NeoX, J, OPT, BLOOM, Falcon, MPT, StarCoder. Positions learned, rotary or ALiBi."""
+"""Decoders from before Llama: GPT-2, NeoX, J, OPT, BLOOM, Falcon, MPT, StarCoder."""
 
 from __future__ import annotations
 
