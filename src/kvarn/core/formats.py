@@ -16,11 +16,13 @@ from kvarn.core.specs import ELEMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor of a block: `shape` for one (layer, head); `dtype` a torch dtype's name."""
+    """One tensor of a block: `shape` for one (layer, head); `dtype` a torch dtype's name. token_axis: the axis of `shape`
+    along which each token has an entry of its own (needed to rewrite single tokens); None: tokens share entries."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    token_axis: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +51,10 @@ class Format:
         """Tensors of one block's values for one layer and head."""
         raise NotImplementedError
 
+    def elements(self, stored: int) -> int:
+        """How many numbers a row of `stored` elements of the first tensor holds (packed formats hold several each)."""
+        return stored
+
     def k_block_bytes(self, dim: int, block_size: int) -> int:
         return sum(t.nbytes for t in self.k_layout(dim, block_size))
 
@@ -65,10 +71,10 @@ class FloatFormat(Format):
     sealed_only: bool = False
 
     def k_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
-        return (TensorLayout("k", (dim, block_size), self.name),)
+        return (TensorLayout("k", (dim, block_size), self.name, token_axis=1),)
 
     def v_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
-        return (TensorLayout("v", (block_size, dim), self.name),)
+        return (TensorLayout("v", (block_size, dim), self.name, token_axis=0),)
 
 
 @dataclass(frozen=True, slots=True)

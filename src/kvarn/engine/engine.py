@@ -15,6 +15,7 @@ from kvarn.engine.sampler import sample, token_logprob
 from kvarn.engine.scheduler import Row, Scheduler, StepPlan
 from kvarn.engine.sequence import Entry
 from kvarn.kv.manager import CacheManager
+from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.recompute import RecomputeCache
 from kvarn.kv.step import Span
 from kvarn.models.base import CausalLM
@@ -55,9 +56,10 @@ class Engine:
         scheduler: Scheduler,
         *,
         clock: Callable[[], float] = time.monotonic,
+        policy: KVPolicy | None = None,
     ) -> None:
         self.model, self.tokenizer, self.cache, self.scheduler = model, tokenizer, cache, scheduler
-        self._clock = clock
+        self._clock, self.policy = clock, policy
         self._requests: dict[str, RequestState] = {}
         self._places: dict[int, _Place] = {}
         self._next_seq_id = 0
@@ -75,9 +77,10 @@ class Engine:
         namespace: bytes = b"",
         deadline_s: float | None = None,
         guide: Guide | None = None,
+        policy: KVPolicy | None = None,
     ) -> RequestState:
-        """Queue a request. deadline_s: seconds from now. guide: constrains the answers. Raises InvalidRequest and
-        DoesNotFit, and then nothing has changed."""
+        """Queue a request. deadline_s: seconds from now. guide: constrains the answers. policy: decides over blocks;
+        None: the engine's own. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and then nothing has changed."""
         self._check(request_id, prompt_ids)
         now = self._clock()
         first = self._next_seq_id
@@ -94,12 +97,23 @@ class Engine:
             deadline_s=None if deadline_s is None else now + deadline_s,
             reuse_prompt=params.prompt_logprobs is None,
         )
-        self.scheduler.add(entry)
+        self._enter(entry, policy or self.policy)
         self._next_seq_id += params.n
         self._requests[request_id] = state
         for completion in state.completions:
             self._places[completion.seq_id] = _Place(state, completion)
         return state
+
+    def _enter(self, entry: Entry, policy: KVPolicy | None) -> None:
+        seq_ids = (entry.seq_id, *entry.child_ids)
+        for seq_id in seq_ids:
+            self.cache.assign(seq_id, policy, len(entry.prompt_ids))
+        try:
+            self.scheduler.add(entry)
+        except Exception:
+            for seq_id in seq_ids:
+                self.cache.unassign(seq_id)
+            raise
 
     def _check(self, request_id: str, prompt_ids: Sequence[int]) -> None:
         if request_id in self._requests:
@@ -125,6 +139,7 @@ class Engine:
         self._trace(completion)
         self.scheduler.cancel(completion.seq_id)
         self._places.pop(completion.seq_id, None)
+        self.cache.unassign(completion.seq_id)
         self._pending.append(state.end(completion, reason, error))
 
     @property
@@ -162,6 +177,8 @@ class Engine:
             raise
         for row, fed in zip(rows, tokens, strict=True):
             self.cache.commit(row.seq_id, fed)
+            if decision := self.cache.decide(row.seq_id):
+                self.cache.apply(row.seq_id, decision)
         self._take(rows, run)
 
     def _run(self, rows: Sequence[Row], spans: Sequence[Span], tokens: Sequence[Sequence[int]]) -> StepRun:

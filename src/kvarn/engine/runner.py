@@ -59,4 +59,5 @@ def run_model(
             span_tokens=torch.repeat_interleave(torch.tensor(reach_tokens), torch.tensor(counts)),
         )
         hidden = model.forward(inputs, kv)
+        cache.settle(kv)
     return StepRun(model, hidden, tuple(itertools.accumulate(counts, initial=0)))

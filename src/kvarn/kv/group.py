@@ -14,7 +14,7 @@ import torch
 from kvarn.core.options import CachePlan, GroupPlan
 from kvarn.kernels.api import Backend, PoolView, TableView
 from kvarn.kv.pool import BlockPool
-from kvarn.kv.sizing import blocks_for, sequence_blocks, table_columns
+from kvarn.kv.sizing import blocks_for, sequence_blocks, spec_as_held, table_columns
 from kvarn.kv.storage import PoolStorage
 from kvarn.kv.table import OPEN, BlockTables
 
@@ -36,7 +36,8 @@ class CacheGroup:
         )
         self.views: tuple[PoolView, ...] = tuple(s.view for s in self.stores)
         self.pool_block_bytes = tuple(p.block_bytes for p in planned.pools)
-        columns = table_columns(self.spec, plan.context_tokens, plan.step_tokens, plan.block_size)
+        self._held = spec_as_held(self.spec, plan.mode)
+        columns = table_columns(self._held, plan.context_tokens, plan.step_tokens, plan.block_size)
         self.tables = BlockTables(plan.max_seqs, columns, self.rows_per_seq)
         self._pool_of, self._block_of = torch.from_numpy(self.tables.pool), torch.from_numpy(self.tables.block)
         self._length_of = torch.from_numpy(self.tables.length)
@@ -69,8 +70,8 @@ class CacheGroup:
         """For each pool: (pool, bytes a block, blocks that one sequence of so many tokens needs within a step)."""
         every = blocks_for(tokens, self.block_size)
         in_flight = blocks_for(min(tokens, self.plan.step_tokens), self.block_size) + 1
-        held = sequence_blocks(self.spec, tokens, self.block_size)
-        if self.spec.window_tokens is not None:
+        held = sequence_blocks(self._held, tokens, self.block_size)
+        if self._held.window_tokens is not None:
             held = min(every, held + in_flight)
         needs = [held]
         if len(self.pools) > 1:
@@ -90,12 +91,22 @@ class CacheGroup:
         return np.arange(row, row + self.rows_per_seq)
 
     def share_row(self, source: int, target: int) -> None:
-        """The target's rows name the source's blocks too."""
+        """The target's rows name the source's blocks too; empty ones that the source reserved stay its own."""
         self.tables.copy_row(source, target)
-        for row in range(source, source + self.rows_per_seq):
+        rows = slice(target, target + self.rows_per_seq)
+        self.tables.length[rows] = -(-self.tables.fill[rows] // self.block_size)
+        for row in range(target, target + self.rows_per_seq):
             for pool, block in zip(*self.tables.entries(row), strict=True):
                 self.pools[pool].share((block,))
                 self._open_columns += pool == OPEN
+
+    def copy_row(self, source: int, target: int) -> None:
+        """The target's own blocks hold what the source's hold (contiguous baseline)."""
+        columns = blocks_for(int(self.tables.fill[source]), self.block_size)
+        taken, given = (self.tables.block[row, :columns].tolist() for row in (source, target))
+        self.backend.copy_blocks(self.views[OPEN], torch.tensor(taken), torch.tensor(given))
+        self.pools[OPEN].copy(taken, given)
+        self.tables.fill[target] = self.tables.fill[source]
 
     def clear_row(self, row: int) -> None:
         """Give back all blocks of the sequence, and its rows."""
@@ -112,6 +123,9 @@ class CacheGroup:
                 self._open_columns -= len(mine)
                 for block in freed:
                     self._sealed_as.pop(block, None)
+            elif freed and self._sealed_as:
+                gone = set(freed)
+                self._sealed_as = {source: made for source, made in self._sealed_as.items() if made not in gone}
             if freed and self.poison:
                 store.poison(freed)
 
@@ -164,17 +178,19 @@ class CacheGroup:
     def _own_tails(self, row: int) -> tuple[int, ...]:
         """Copy-on-write of the partly filled last blocks."""
         rows = self.rows(row)[self._shared_tails(row)]
-        if not rows.size:
-            return ()
         columns = self.tables.fill[rows] // self.block_size
-        shared = self.tables.block[rows, columns].tolist()
-        taken = self.pools[OPEN].take(len(shared))
-        assert taken is not None, "took without asking short_by first"
-        self.backend.copy_blocks(self.views[OPEN], torch.tensor(shared), torch.tensor(taken))
-        self.pools[OPEN].copy(shared, taken)
-        self.pools[OPEN].give_back(shared)
-        self.tables.block[rows, columns] = taken
-        return tuple(taken)
+        return tuple(self.own_block(OPEN, int(r), int(c)) for r, c in zip(rows, columns, strict=True))
+
+    def own_block(self, pool: int, row: int, column: int) -> int:
+        """Replace a shared block of a row by a copy of its own; the caller made sure that a block is free."""
+        shared = int(self.tables.block[row, column])
+        taken = self.pools[pool].take(1)
+        assert taken is not None, "took without asking for room first"
+        self.backend.copy_blocks(self.views[pool], torch.tensor([shared]), torch.tensor(taken))
+        self.pools[pool].copy([shared], taken)
+        self.pools[pool].give_back([shared])
+        self.tables.replace(row, column, pool, taken[0])
+        return taken[0]
 
     def reserve_run(self, row: int, blocks: int) -> bool:
         """Take `blocks` consecutive blocks for a new row (contiguous baseline)."""
@@ -214,11 +230,14 @@ class CacheGroup:
         self.tables.fill[rows] += tokens
         return bool((self.tables.fill[rows] // self.block_size > before).any())
 
-    def drop_behind_window(self, row: int, length: int) -> tuple[int, ...]:
-        """Give back the leading blocks that no later query can see. length: logical tokens in the sequence."""
-        if self.spec.window_tokens is None or self.plan.mode != "paged":
+    def drop_behind_window(self, row: int, length: int, grown: int) -> tuple[int, ...]:
+        """Give back the leading blocks that no later query can see. length: logical tokens in the sequence, the last
+        `grown` of them new since it was asked last."""
+        if self._held.window_tokens is None:
             return ()
-        oldest_seen = length - self.spec.window_tokens + 1
+        oldest_seen = length - self._held.window_tokens + 1
+        if oldest_seen // self.block_size == (oldest_seen - grown) // self.block_size:
+            return ()
         gone: list[int] = []
         for each in range(row, row + self.rows_per_seq):
             pools, blocks = self.tables.entries(each)

@@ -11,28 +11,38 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.events import BlocksDropped, BlocksTaken, EventSink, SequenceAdmitted, SequenceReleased
 from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend
+from kvarn.kv.eviction import keep_places
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
+from kvarn.kv.policies.base import Decision, KVPolicy, SequenceView, Signal
+from kvarn.kv.reading import group_view
+from kvarn.kv.signals import NOTHING, QueryRing, Wants
 from kvarn.kv.sizing import blocks_for
-from kvarn.kv.stats import CacheMemory, measure
+from kvarn.kv.stats import CacheMemory, measure, measure_sequence
 from kvarn.kv.step import CacheStep, Span, build_step
 
 
 @dataclass(slots=True)
 class SequenceState:
     """One admitted sequence. rows: its first table row in each group. length: tokens whose K and V are in the cache;
-    reserved: tokens that have slots. token_ids: the committed tokens."""
+    reserved: how many could be, before another block is taken. token_ids: the committed tokens. policy: what decides
+    over its blocks; rings: the queries it reads, for each group; filled: the last step filled a block."""
 
     seq_id: int
     rows: tuple[int, ...]
     length: int = 0
     reserved: int = 0
     token_ids: list[int] = field(default_factory=list)
+    policy: KVPolicy | None = None
+    prompt_tokens: int = 0
+    rings: tuple[QueryRing | None, ...] = ()
+    filled: bool = False
 
 
 class CacheManager:
@@ -54,6 +64,7 @@ class CacheManager:
         self.groups = tuple(CacheGroup(g, plan, backend, self.device, poison) for g in plan.groups)
         self.places = layer_places(layers, plan)
         self.sequences: dict[int, SequenceState] = {}
+        self._assigned: dict[int, tuple[KVPolicy | None, int]] = {}
         self.peak = measure(self)
 
     # -- admission and room ---------------------------------------------------------------------------------------
@@ -80,6 +91,8 @@ class CacheManager:
         if short := self._admission_short(len(token_ids), headroom_tokens):
             return short
         state = SequenceState(seq_id, tuple(g.take_row() for g in self.groups))
+        state.policy, state.prompt_tokens = self._assigned.get(seq_id, (None, 0))
+        state.rings = _rings(state.policy, self.groups)
         self.sequences[seq_id] = state
         if self.plan.mode == "contiguous" and (short := self._reserve_context(state)):
             self.release(seq_id)
@@ -94,7 +107,8 @@ class CacheManager:
             return None
         for index, group in enumerate(self.groups):
             for pool, _, need in group.peak_blocks(tokens):
-                short = need + blocks_for(headroom_tokens, self.plan.block_size) - pool.free_blocks
+                headroom = blocks_for(headroom_tokens, self.plan.block_size) * group.rows_per_seq
+                short = need + headroom - pool.free_blocks
                 if short > 0:
                     return NoRoom(short, group.describe(index))
         return None
@@ -104,12 +118,15 @@ class CacheManager:
         for group, row in zip(self.groups, state.rows, strict=True):
             if not group.reserve_run(row, min(blocks, group.tables.columns)):
                 return NoRoom(blocks, "a run of consecutive blocks")
+        self._note_slots(state)
         self._note_peak()
         return None
 
     def extend(self, seq_id: int, to_tokens: int) -> NoRoom | None:
         """Make slots for logical tokens [0, to_tokens) exist. All or nothing, over all groups."""
         state = self.sequences[seq_id]
+        if to_tokens <= state.reserved:
+            return None
         new = to_tokens - state.length
         wants = [g.blocks_wanted(r, new) for g, r in zip(self.groups, state.rows, strict=True)]
         for index, (group, want) in enumerate(zip(self.groups, wants, strict=True)):
@@ -118,20 +135,30 @@ class CacheManager:
         for index, (group, row, want) in enumerate(zip(self.groups, state.rows, wants, strict=True)):
             if want and (taken := group.take(row, new)):
                 self._emit(BlocksTaken(seq_id, index, 0, taken))
-        state.reserved = max(state.reserved, to_tokens)
+        self._note_slots(state)
         return None
+
+    def _note_slots(self, state: SequenceState) -> None:
+        """Write down how far the sequence can grow without another block."""
+        slack = min(g.slack_tokens(r) for g, r in zip(self.groups, state.rows, strict=True)) if self.groups else 0
+        state.reserved = state.length + slack if self.groups else self.plan.context_tokens
 
     def fork(self, parent_id: int, child_id: int) -> NoRoom | None:
         """A new sequence that shares all of the parent's blocks; each copies the last, partly filled one when it first
-        writes into it."""
+        writes into it. In the contiguous baseline the child gets a reservation of its own and a copy."""
         if len(self.sequences) >= self.plan.max_seqs:
             return NoRoom(0, f"sequence slots: all {self.plan.max_seqs} are in use")
         parent = self.sequences[parent_id]
-        assert parent.reserved == parent.length or self.plan.mode == "contiguous", "fork in the middle of a step"
         rows = tuple(g.take_row() for g in self.groups)
-        self.sequences[child_id] = SequenceState(child_id, rows, parent.length, parent.length, list(parent.token_ids))
+        child = SequenceState(child_id, rows, parent.length, parent.length, list(parent.token_ids))
+        self.sequences[child_id] = child
+        if self.plan.mode == "contiguous" and (short := self._reserve_context(child)):
+            self.release(child_id)
+            return short
         for group, source, target in zip(self.groups, parent.rows, rows, strict=True):
-            group.share_row(source, target)
+            (group.copy_row if self.plan.mode == "contiguous" else group.share_row)(source, target)
+        self._note_slots(parent)
+        self._note_slots(child)
         self._emit(SequenceAdmitted(child_id, parent.length))
         return None
 
@@ -148,10 +175,17 @@ class CacheManager:
         for span in spans:
             state = self.sequences[span.seq_id]
             assert span.start == state.length and span.start + span.n_tokens <= state.reserved, f"{span} has no slots"
-        rows = [self.sequences[s.seq_id].rows for s in spans]
-        step = build_step(spans, rows, self.groups, self.places, self.backend)
+        states = [self.sequences[s.seq_id] for s in spans]
+        wants = [[_wants(state, g) for state in states] for g in range(len(self.groups))]
+        step = build_step(spans, [s.rows for s in states], self.groups, self.places, self.backend, wants)
         self._note_peak()
         return step
+
+    def settle(self, step: CacheStep) -> None:
+        """The model ran: what policies wanted to know of the step goes to the slots' own counters."""
+        for group, part in zip(self.groups, step.groups, strict=True):
+            if part.signals is not None:
+                part.signals.settle(group.pools, group.tables, part.table.first_row.numpy())
 
     def commit(self, seq_id: int, token_ids: Sequence[int], written_tokens: int | None = None) -> None:
         """The first len(token_ids) of the tokens that the step wrote stay; the others' slots are emptied (rejected
@@ -161,16 +195,14 @@ class CacheManager:
         written = kept if written_tokens is None else written_tokens
         state.token_ids.extend(token_ids)
         state.length += kept
+        state.filled = False
         for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
             if written > kept:
                 group.empty_slots(row, kept, written)
-            crossed = group.advance(row, kept)
-            if crossed:
+            if group.advance(row, kept):
                 group.seal_rows(row)
-            if crossed and (dropped := group.drop_behind_window(row, state.length)):
+            if dropped := group.drop_behind_window(row, state.length, kept):
                 self._emit(BlocksDropped(seq_id, index, dropped, "behind the window"))
-        if self.plan.mode == "paged":
-            state.reserved = state.length
 
     def abort_step(self, spans: Sequence[Span]) -> None:
         """Forget what a step wrote: the slots of these spans hold nothing."""
@@ -179,10 +211,63 @@ class CacheManager:
                 for group, row in zip(self.groups, state.rows, strict=True):
                     group.empty_slots(row, 0, span.n_tokens)
 
+    # -- policies -------------------------------------------------------------------------------------------------
+    def assign(self, seq_id: int, policy: KVPolicy | None, prompt_tokens: int) -> None:
+        """From its next admission on, `policy` decides over the blocks of this sequence. prompt_tokens: of them, those
+        that came in; the policy is first asked when they are all computed. Raises IncompatiblePlan."""
+        if policy is not None:
+            check_policy(policy, self.groups)
+        self._assigned[seq_id] = (policy, prompt_tokens)
+
+    def unassign(self, seq_id: int) -> None:
+        """The sequence is gone for good."""
+        self._assigned.pop(seq_id, None)
+
+    def decide(self, seq_id: int) -> Decision | None:
+        """Ask the sequence's policy, where it has one and there is something to decide."""
+        state = self.sequences[seq_id]
+        if (policy := state.policy) is None or state.length < state.prompt_tokens:
+            return None
+        if not (state.filled or state.length == state.prompt_tokens):
+            return None
+        per_token = self._governed_bytes(policy)
+        longest = max(int(g.tables.fill[g.rows(r)].max()) for g, r in zip(self.groups, state.rows, strict=True))
+        if not policy.due(state.length, state.prompt_tokens, longest, self.plan.block_size, per_token):
+            return None
+        rings = state.rings or (None,) * len(self.groups)
+        views = tuple(
+            group_view(g, r, state.length, ring) if governs(policy, g) else None
+            for g, r, ring in zip(self.groups, state.rows, rings, strict=True)
+        )
+        view = SequenceView(state.length, state.prompt_tokens, self.plan.block_size, per_token, views)
+        return policy.decide(view)
+
+    def apply(self, seq_id: int, decision: Decision) -> bool:
+        """Act on a decision. False, and no more is changed, where a shared block had to be copied and none is free."""
+        state = self.sequences[seq_id]
+        for index, (group, row, keep) in enumerate(zip(self.groups, state.rows, decision.keep, strict=True)):
+            if keep is None:
+                continue
+            gone = keep_places(group, row, keep)
+            if gone is None:
+                return False
+            self._emit(BlocksDropped(seq_id, index, tuple(gone), decision.note))
+        self._note_slots(state)
+        return True
+
+    def _governed_bytes(self, policy: KVPolicy) -> int:
+        """Bytes that one token takes in the groups that the policy can shrink."""
+        mine = [g for g in self.groups if governs(policy, g)]
+        return sum(g.pool_block_bytes[-1] * g.rows_per_seq // g.block_size for g in mine)
+
     # -- looking --------------------------------------------------------------------------------------------------
     def memory(self) -> CacheMemory:
         """What is held now."""
         return measure(self)
+
+    def sequence_bytes(self, seq_id: int) -> tuple[int, int]:
+        """(physical, logical) bytes of one sequence now; (0, 0) where it is not admitted."""
+        return measure_sequence(self, seq_id)
 
     def _note_peak(self) -> None:
         now = measure(self)
@@ -196,3 +281,40 @@ class CacheManager:
         """Every ledger balances, and each held block is referenced exactly as often as tables name it."""
         for index, group in enumerate(self.groups):
             group.check([s.rows[index] for s in self.sequences.values()])
+
+
+def governs(policy: KVPolicy, group: CacheGroup) -> bool:
+    """A policy shrinks groups that keep everything; a layer with a window of its own keeps little already."""
+    return group.spec.window_tokens is None and group.spec.chunk_tokens is None
+
+
+def check_policy(policy: KVPolicy, groups: Sequence[CacheGroup]) -> None:
+    """Raises IncompatiblePlan where the cache's grain or format does not allow what the policy does."""
+    for group in groups:
+        if not governs(policy, group):
+            continue
+        if policy.grain != "group" and group.grain != policy.grain:
+            name = type(policy).__name__
+            raise IncompatiblePlan(
+                f"{name} cuts the cache by {policy.grain}; this engine's tables are cut by {group.grain}",
+                fixes=(f"start the engine with this policy, or with grain={policy.grain!r}",),
+            )
+        for view in group.views:
+            if policy.rewrites and not view.format.rewritable:
+                raise IncompatiblePlan(
+                    f"{type(policy).__name__} drops single tokens; a {view.format.name} block cannot be rewritten",
+                    fixes=("--kv int8", "--kv bfloat16", "a policy that drops whole blocks, such as window"),
+                )
+
+
+def _rings(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[QueryRing | None, ...]:
+    if policy is None or Signal.RECENT_QUERIES not in policy.needs:
+        return ()
+    return tuple(QueryRing(policy.query_tokens) if governs(policy, g) else None for g in groups)
+
+
+def _wants(state: SequenceState, group: int) -> Wants:
+    if state.policy is None:
+        return NOTHING
+    ring = state.rings[group] if state.rings else None
+    return Wants(Signal.ATTENTION_MASS in state.policy.needs, ring)

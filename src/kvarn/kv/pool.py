@@ -16,7 +16,8 @@ class BlockPool:
     """n_blocks blocks of block_size slots. A block is free (reference count 0) or held.
 
     positions [n_blocks, block_size] int32: the logical position in each slot, EMPTY where it holds nothing.
-    stored_slots: how many slots hold a token.
+    stored_slots: how many slots hold a token. mass [n_blocks, block_size] float32: attention that each slot got, where
+    a policy asked for it.
     """
 
     def __init__(self, n_blocks: int, block_size: int) -> None:
@@ -26,6 +27,7 @@ class BlockPool:
         self.refs = np.zeros(n_blocks, dtype=np.int32)
         self._free = list(range(n_blocks - 1, -1, -1))
         self.stored_slots = 0
+        self.mass: np.ndarray | None = None
 
     @property
     def free_blocks(self) -> int:
@@ -72,6 +74,8 @@ class BlockPool:
         if freed:
             self.stored_slots -= int(np.count_nonzero(self.positions[freed] >= 0))
             self.positions[freed] = EMPTY
+            if self.mass is not None:
+                self.mass[freed] = 0.0
             self._free.extend(reversed(freed))
         return freed
 
@@ -85,6 +89,23 @@ class BlockPool:
         """These slots hold nothing any more."""
         self.stored_slots -= int(np.count_nonzero(self.flat_positions[slots] >= 0))
         self.flat_positions[slots] = EMPTY
+        if self.mass is not None:
+            self.mass.reshape(-1)[slots] = 0.0
+
+    def add_mass(self, blocks: np.ndarray, mass: np.ndarray) -> None:
+        """Add mass [n, block_size] to the slots of these different blocks."""
+        if self.mass is None:
+            self.mass = np.zeros(self.positions.shape, dtype=np.float32)
+        self.mass[blocks] += mass
+
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Tokens move from the source slots to the target slots; all other sources become empty."""
+        self.flat_positions[targets] = self.flat_positions[sources]
+        self.flat_positions[sources] = EMPTY
+        if self.mass is not None:
+            flat = self.mass.reshape(-1)
+            flat[targets] = flat[sources]
+            flat[sources] = 0.0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """The target blocks, empty so far, hold what the sources hold."""
@@ -95,6 +116,8 @@ class BlockPool:
         positions = other.positions[list(sources)]
         self.positions[list(targets)] = positions
         self.stored_slots += int(np.count_nonzero(positions >= 0))
+        if other.mass is not None:
+            self.add_mass(np.asarray(targets), other.mass[list(sources)])
 
     def check(self) -> None:
         """The ledger balances: free + held == total, free exactly where unreferenced, and free slots hold nothing."""

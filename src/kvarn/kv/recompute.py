@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.formats import parse_kv_format
 from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan, GroupPlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend, PoolView, StepRows, TableView
 from kvarn.kv.places import layer_places
+from kvarn.kv.policies.base import Decision, KVPolicy
 from kvarn.kv.sizing import blocks_for
 from kvarn.kv.stats import CacheMemory
 from kvarn.kv.step import CacheStep, GroupStep, Span, step_rows
@@ -57,6 +59,22 @@ class RecomputeCache:
 
     def release(self, seq_id: int) -> None:
         return None
+
+    def settle(self, step: CacheStep) -> None:
+        return None
+
+    def assign(self, seq_id: int, policy: KVPolicy | None, prompt_tokens: int) -> None:
+        if policy is not None:
+            raise IncompatiblePlan("--cache none keeps nothing, so a policy has nothing to decide")
+
+    def unassign(self, seq_id: int) -> None:
+        return None
+
+    def decide(self, seq_id: int) -> Decision | None:
+        return None
+
+    def apply(self, seq_id: int, decision: Decision) -> bool:
+        return False
 
     def commit(self, seq_id: int, token_ids: Sequence[int], written_tokens: int | None = None) -> None:
         return None

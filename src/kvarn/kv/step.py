@@ -13,6 +13,7 @@ from torch import Tensor
 from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepRows, TableView
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import LayerPlace
+from kvarn.kv.signals import NOTHING, GroupSignals, Wants
 from kvarn.kv.table import OPEN
 
 
@@ -31,6 +32,7 @@ class GroupStep:
     table: TableView
     pools: tuple[PoolView, ...]
     slots: Tensor
+    signals: GroupSignals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,11 @@ class PagedLayerKV:
         if self.place.writes:
             assert k is not None and v is not None, "a layer with a cache of its own must bring keys and values"
             self.backend.write(k, v, self.group.slots, self.group.pools[OPEN], self.place.index)
-        return self.backend.attend(q, self.rows, self.group.table, self.group.pools, self.place.index, params).out
+        group, layer = self.group, self.place.index
+        attended = self.backend.attend(q, self.rows, group.table, group.pools, layer, params)
+        if group.signals is not None and self.place.writes:
+            group.signals.collect(self.backend, q, attended.lse, group.pools, layer, params)
+        return attended.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +91,24 @@ def build_step(
     groups: Sequence[CacheGroup],
     places: tuple[LayerPlace | None, ...],
     backend: Backend,
+    wants: Sequence[Sequence[Wants]],
 ) -> CacheStep:
-    """Give the step's slots their positions and put the operands together. rows[s][g]: first table row."""
+    """Give the step's slots their positions and put the operands together. rows[s][g]: first table row. wants[g][s]:
+    signals that span s must bring for group g."""
     counts, query_start, positions = step_rows(spans)
-    steps = []
-    for index, group in enumerate(groups):
-        first = np.fromiter((r[index] for r in rows), np.int32, len(spans))
-        slots = group.place(first, counts, positions)
-        steps.append(GroupStep(group.table_view(first), group.views, slots))
     view = StepRows(
         torch.from_numpy(query_start.astype(np.int32)),
         torch.from_numpy(positions.astype(np.int32)),
         int(counts.max(initial=0)),
     )
+    steps = []
+    for index, group in enumerate(groups):
+        first = np.fromiter((r[index] for r in rows), np.int32, len(spans))
+        slots = group.place(first, counts, positions)
+        table = group.table_view(first)
+        signals = None
+        if any(w != NOTHING for w in wants[index]):
+            spec = group.spec
+            signals = GroupSignals(wants[index], view, table, len(group.layers), spec.kv_heads, group.block_size)
+        steps.append(GroupStep(table, group.views, slots, signals))
     return CacheStep(view, torch.from_numpy(positions), tuple(steps), places, backend)

@@ -1,0 +1,109 @@
+"""Acting on a decision: kept tokens move together, blocks that are no longer needed are given back.
+
+Within a row, kept tokens behind the new end move into the holes before it, so as few as possible move; physical order
+then differs from logical order, which attention does not mind. Sealed and open blocks are packed apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvarn.kv.group import CacheGroup
+from kvarn.kv.table import OPEN
+
+
+def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> list[int] | None:
+    """Of the sequence whose first row is `row`, keep the places of keep [R, S] bool. Returns the blocks given back, or
+    None (and nothing changed) where a shared block would have to be copied and no block is free."""
+    if not _own_changed_blocks(group, row, keep):
+        return None
+    moves: list[tuple[int, np.ndarray, np.ndarray]] = []
+    dropped: list[tuple[int, np.ndarray]] = []
+    for offset in range(group.rows_per_seq):
+        _pack_row(group, row + offset, keep[offset], moves, dropped)
+    for pool in range(len(group.pools)):
+        sources = np.concatenate([s for p, s, _ in moves if p == pool] or [np.empty(0, np.int64)])
+        targets = np.concatenate([t for p, _, t in moves if p == pool] or [np.empty(0, np.int64)])
+        gone = np.concatenate([d for p, d in dropped if p == pool] or [np.empty(0, np.int64)])
+        group.pools[pool].empty(gone)
+        if sources.size:
+            group.backend.move_slots(group.views[pool], torch.from_numpy(sources), torch.from_numpy(targets))
+            group.pools[pool].move(sources, targets)
+        if group.poison and pool == OPEN:
+            emptied = np.concatenate((sources, gone[~np.isin(gone, targets)]))
+            group.stores[pool].poison_slots(torch.from_numpy(emptied))
+    return _shorten(group, row, keep)
+
+
+def _regions(group: CacheGroup, row: int) -> list[tuple[int, int, int]]:
+    """(pool, first place, end place) of the row's sealed blocks and of its open ones."""
+    fill, n = int(group.tables.fill[row]), int(group.tables.length[row])
+    sealed = int(np.count_nonzero(group.tables.pool[row, :n] != OPEN)) * group.block_size
+    regions = [(OPEN, sealed, fill)]
+    if sealed:
+        regions.insert(0, (int(group.tables.pool[row, 0]), 0, sealed))
+    return regions
+
+
+def _slots_of(group: CacheGroup, row: int, places: np.ndarray) -> np.ndarray:
+    size = group.block_size
+    return group.tables.block[row, places // size].astype(np.int64) * size + places % size
+
+
+def _pack_row(
+    group: CacheGroup,
+    row: int,
+    keep: np.ndarray,
+    moves: list[tuple[int, np.ndarray, np.ndarray]],
+    dropped: list[tuple[int, np.ndarray]],
+) -> None:
+    """Write down which slots of one row move where, and which hold nothing any more."""
+    for pool, begin, end in _regions(group, row):
+        kept = keep[begin:end]
+        places = np.arange(begin, end)
+        count = int(kept.sum())
+        holes, movers = places[:count][~kept[:count]], places[count:][kept[count:]]
+        moves.append((pool, _slots_of(group, row, movers), _slots_of(group, row, holes)))
+        dropped.append((pool, _slots_of(group, row, places[~kept])))
+
+
+def _shorten(group: CacheGroup, row: int, keep: np.ndarray) -> list[int]:
+    """Give back the blocks behind each region's new end; a row's fill is what is left."""
+    size, gone = group.block_size, []
+    for offset in range(group.rows_per_seq):
+        each, left = row + offset, 0
+        columns: list[np.ndarray] = []
+        for pool, begin, end in _regions(group, each):
+            count = int(keep[offset, begin:end].sum())
+            used = -(-count // size)
+            columns.append(np.arange(begin // size + used, -(-end // size)))
+            left += used * size if pool != OPEN else count
+        spare = np.concatenate(columns)
+        pools, blocks = group.tables.entries(each)
+        group.give_back([pools[c] for c in spare], [blocks[c] for c in spare])
+        gone += [blocks[c] for c in spare]
+        group.tables.drop(each, spare, 0)
+        group.tables.fill[each] = left
+    return gone
+
+
+def _own_changed_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> bool:
+    """Blocks that stay but change must be this sequence's alone; False where copies do not fit."""
+    size = group.block_size
+    shared: list[tuple[int, int, int]] = []  # (pool, row, column)
+    for offset in range(group.rows_per_seq):
+        each = row + offset
+        for pool, begin, end in _regions(group, each):
+            kept = keep[offset, begin:end]
+            count = int(kept.sum())
+            for column in range(begin // size, -(-(begin + count) // size)):
+                inside = kept[column * size - begin : (column + 1) * size - begin]
+                if group.pools[pool].refs[group.tables.block[each, column]] > 1 and not inside.all():
+                    shared.append((pool, each, column))
+    for pool in range(len(group.pools)):
+        if sum(p == pool for p, _, _ in shared) > group.pools[pool].free_blocks:
+            return False
+    for pool, each, column in shared:
+        group.own_block(pool, each, column)
+    return True

@@ -1,0 +1,159 @@
+"""What a cache policy is: a frozen dataclass that reads a view of one sequence and returns a decision, as data.
+
+A policy is asked after a step in which it is `due`; the manager checks the decision, acts, and emits an event. A policy
+never sees a tensor that it could change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from kvarn.core.errors import IncompatiblePlan
+from kvarn.core.options import Grain
+from kvarn.core.registry import load, names_in
+from kvarn.core.specs import LayerSpec
+
+PACKAGE = "kvarn.kv.policies"
+
+
+class Signal(StrEnum):
+    """What a policy reads beside positions. Collected only for sequences whose policy asks for it."""
+
+    ATTENTION_MASS = "attention_mass"  # a slot's softmax weights, summed over all queries so far and the head's group
+    RECENT_QUERIES = "recent_queries"  # the last `query_tokens` queries of every layer, rotated
+    KEYS = "keys"
+    VALUES = "values"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much of the cache to keep, in exactly one of three units. Raises IncompatiblePlan."""
+
+    tokens: int | None = None
+    nbytes: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        stated = [v for v in (self.tokens, self.nbytes, self.share) if v is not None]
+        if len(stated) != 1:
+            raise IncompatiblePlan("a budget is stated in tokens, in bytes or as a share: exactly one of them")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise IncompatiblePlan(f"a budget of {self.share:.6g} of the text", fixes=("use a share in (0, 1]",))
+        if (self.tokens is not None and self.tokens < 1) or (self.nbytes is not None and self.nbytes < 1):
+            raise IncompatiblePlan(f"a budget of {stated[0]}", fixes=("use 1 or more",))
+
+    def tokens_of(self, view: SequenceView) -> int:
+        """Tokens a layer and head may keep on average, at least 1."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.share is not None:
+            return max(1, int(np.ceil(self.share * view.length)))
+        assert self.nbytes is not None
+        return max(1, self.nbytes // view.bytes_per_token)
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """One cache group of one sequence. R table rows: layer by layer, head by head at grain `head`; S: the longest row.
+
+    positions [R, S] int32: the logical position in each physical place, -1 where there is nothing. fill [R] int32.
+    mass [R, S] float32, or None where it was not asked for. layers: model layer indices. heads: rows a layer.
+    """
+
+    spec: LayerSpec
+    layers: tuple[int, ...]
+    heads: int
+    positions: np.ndarray
+    fill: np.ndarray
+    mass: np.ndarray | None
+    reader: GroupReader
+
+    def keys(self) -> Tensor:
+        """[R, S, D] float32, rotated as they were written; places without a token undefined."""
+        return self.reader.keys()
+
+    def values(self) -> Tensor:
+        """[R, S, E] float32."""
+        return self.reader.values()
+
+    def queries(self) -> Tensor:
+        """[R, w, G, D] float32: the last w queries of each row's layer and head, rotated."""
+        return self.reader.queries()
+
+    def recent_mass(self) -> np.ndarray:
+        """[R, S] float32: the softmax weights of the last w queries alone, summed over them and the head's group."""
+        return self.reader.recent_mass()
+
+
+class GroupReader(Protocol):
+    """Reads tensors of one group of one sequence when a policy asks for them."""
+
+    def keys(self) -> Tensor: ...
+    def values(self) -> Tensor: ...
+    def queries(self) -> Tensor: ...
+    def recent_mass(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """What a policy may read of one sequence. length: logical tokens; prompt_tokens of them came in; block_size.
+    bytes_per_token: of the groups that this policy can shrink. groups: None for a group that it leaves alone."""
+
+    length: int
+    prompt_tokens: int
+    block_size: int
+    bytes_per_token: int
+    groups: tuple[GroupView | None, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """keep: for each group a bool [R, S] over physical places, or None: change nothing. note: why, in a few words."""
+
+    keep: tuple[np.ndarray | None, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class KVPolicy:
+    """Base of all policies.
+
+    grain: how finely it cuts. needs: signals it reads. rewrites: it drops single tokens, so kept ones are moved
+    together within their blocks (False: it drops whole blocks only). query_tokens: w of RECENT_QUERIES.
+    """
+
+    grain: ClassVar[Grain] = "group"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+    rewrites: ClassVar[bool] = False
+    query_tokens: int = field(default=1, kw_only=True)
+
+    def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
+        """Is there anything to decide? Asked after every step that filled a block or ended the prompt."""
+        raise NotImplementedError
+
+    def decide(self, view: SequenceView) -> Decision | None:
+        """Pure: the same view gives the same decision. None: nothing to change."""
+        raise NotImplementedError
+
+
+def policy_names() -> tuple[str, ...]:
+    return names_in(PACKAGE)
+
+
+def load_policy(name: str) -> type[KVPolicy]:
+    """The policy class in the file `name`.py. Raises UnknownName with the known ones."""
+    return load(PACKAGE, name, "POLICY", "KV policy")
+
+
+def top_places(scores: np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """bool [R, S]: in each row the counts[r] places of highest score; -inf is never kept. Ties: the earlier place."""
+    order = np.argsort(-scores, axis=1, kind="stable")
+    ranks = np.empty_like(order)
+    np.put_along_axis(ranks, order, np.broadcast_to(np.arange(scores.shape[1]), scores.shape), axis=1)
+    return (ranks < np.asarray(counts)[:, None]) & (scores > -np.inf)

@@ -1,0 +1,116 @@
+"""Builds what a policy sees of one sequence: arrays of positions and mass, tensors only where it asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvarn.kernels.api import StepRows
+from kvarn.kv.group import CacheGroup
+from kvarn.kv.policies.base import GroupView
+from kvarn.kv.pool import EMPTY
+from kvarn.kv.signals import QueryRing
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """See `kvarn.kv.policies.base.GroupReader`. row: the sequence's first table row; length: its logical tokens."""
+
+    group: CacheGroup
+    row: int
+    length: int
+    ring: QueryRing | None
+
+    def keys(self) -> Tensor:
+        return self._decoded()[0]
+
+    def values(self) -> Tensor:
+        return self._decoded()[1]
+
+    def _decoded(self) -> tuple[Tensor, Tensor]:
+        """k [R, S, D], v [R, S, E] float32."""
+        group, size = self.group, self.group.block_size
+        rows, columns = group.rows_per_seq, int(group.tables.length[group.rows(self.row)].max(initial=0))
+        layers, heads, spec = len(group.layers), group.spec.kv_heads, group.spec
+        k = torch.zeros((rows, columns, size, spec.k_dim))
+        v = torch.zeros((rows, columns, size, spec.v_dim))
+        for offset in range(rows):
+            pools, blocks = group.tables.entries(self.row + offset)
+            for index, view in enumerate(group.views):
+                at = [c for c, p in enumerate(pools) if p == index]
+                if not at:
+                    continue
+                block_k, block_v = group.backend.decode(view, torch.tensor([blocks[c] for c in at]))
+                layer, head = divmod(offset, heads) if group.grain == "head" else (offset, slice(None))
+                if group.grain == "group":
+                    layer = slice(None)
+                assert layers, "a group has layers"
+                picked_k, picked_v = block_k[:, layer, head], block_v[:, layer, head]
+                k[offset, at] = _mean_heads(picked_k, 2).transpose(-1, -2)
+                v[offset, at] = _mean_heads(picked_v, 2)
+        return k.flatten(1, 2), v.flatten(1, 2)
+
+    def queries(self) -> Tensor:
+        kept, _ = self._ring()
+        layers, w, heads, dim = kept.shape
+        grouped = kept.view(layers, w, self.group.spec.kv_heads, heads // self.group.spec.kv_heads, dim)
+        return grouped.permute(0, 2, 1, 3, 4).flatten(0, 1)
+
+    def recent_mass(self) -> np.ndarray:
+        kept, ring = self._ring()
+        group = self.group
+        w = kept.shape[1]
+        rows = StepRows(
+            torch.tensor([0, w], dtype=torch.int32), torch.arange(self.length - w, self.length, dtype=torch.int32), w
+        )
+        table = group.table_view(np.array([self.row], dtype=np.int32))
+        mass = torch.zeros((len(group.layers), 1, group.spec.kv_heads, group.tables.columns, group.block_size))
+        assert ring.params is not None
+        for layer, q in enumerate(kept):
+            lse = group.backend.attend(q, rows, table, group.views, layer, ring.params).lse
+            group.backend.add_mass(q, lse, rows, table, group.views, layer, ring.params, mass[layer])
+        per_row = mass[:, 0].flatten(0, 1).flatten(1, 2).numpy()
+        longest = int(group.tables.fill[group.rows(self.row)].max(initial=0))
+        return per_row.reshape(group.rows_per_seq, -1, per_row.shape[-1]).sum(1)[:, :longest]
+
+    def _ring(self) -> tuple[Tensor, QueryRing]:
+        assert self.ring is not None and self.ring.kept is not None, "the policy did not ask for recent queries"
+        return self.ring.kept, self.ring
+
+
+def _mean_heads(tensor: Tensor, keep: int) -> Tensor:
+    """[n, ..., a, b] -> [n, a, b]: rows that stand for several layers or heads are read as their mean."""
+    while tensor.dim() > keep + 1:
+        tensor = tensor.mean(1)
+    return tensor
+
+
+def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None) -> GroupView:
+    """The view of the sequence whose first table row is `row`."""
+    rows = group.rows(row)
+    fill = group.tables.fill[rows].copy()
+    longest = int(fill.max(initial=0))
+    positions = _gathered(group, rows, [p.positions for p in group.pools], EMPTY)
+    positions[np.arange(positions.shape[1]) >= fill[:, None]] = EMPTY
+    mass = None
+    if any(p.mass is not None for p in group.pools):
+        stores = [p.mass if p.mass is not None else np.zeros(p.positions.shape, np.float32) for p in group.pools]
+        mass = _gathered(group, rows, stores, 0.0)[:, :longest]
+    heads = group.spec.kv_heads if group.grain == "head" else 1
+    reader = TensorReader(group, row, length, ring)
+    return GroupView(group.spec, group.layers, heads, positions[:, :longest], fill, mass, reader)
+
+
+def _gathered(group: CacheGroup, rows: np.ndarray, stores: list[np.ndarray], empty: float) -> np.ndarray:
+    """[R, C * B] of per-slot arrays [N, B], one a pool, through the rows' tables."""
+    columns = int(group.tables.length[rows].max(initial=0))
+    pool, block = group.tables.pool[rows, :columns], group.tables.block[rows, :columns]
+    out = np.full((*block.shape, group.block_size), empty, dtype=stores[0].dtype)
+    held = np.arange(columns) < group.tables.length[rows][:, None]
+    for index, store in enumerate(stores):
+        mine = held & (pool == index)
+        out[mine] = store[block[mine]]
+    return out.reshape(len(rows), -1)
