@@ -11,15 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvarn.core.formats import parse_kv_format
 from kvarn.core.registry import names_in
-from kvarn.kernels.api import AttendParams, PoolView, Rope, StepRows, TableView
-from kvarn.kernels.reference import BACKEND
-from kvarn.kv.view import StepInputs
 from kvarn.models.base import ARCHITECTURES, CausalLM, load_architecture
 from kvarn.models.loading import load_model
+from support.list_of_blocks import BLOCK, ListOfBlocks, run
 
-BLOCK = 4
 LENGTH = 37
 TINY = {
     "vocab_size": 97,
@@ -140,89 +136,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 EVERY_CASE = [(name, variant) for name in CASES for variant in CASES[name]]
-
-
-class ListOfBlocks:
-    """A cache for tests: a pool a layer, blocks handed out in reverse, free slots poisoned with NaN."""
-
-    def __init__(self, model: CausalLM, n_sequences: int, max_tokens: int) -> None:
-        self.backend, self.format = BACKEND(), parse_kv_format("float32")
-        self.columns = -(-max_tokens // BLOCK)
-        n_blocks = n_sequences * self.columns
-        self.table = torch.arange(n_blocks - 1, -1, -1, dtype=torch.int32).view(n_sequences, self.columns)
-        self.pools = [self._pool(n_blocks, spec.kv_heads, spec.k_dim, spec.v_dim) for spec in model.layers]
-        self.lengths = [0] * n_sequences
-
-    def _pool(self, n_blocks: int, heads: int, k_dim: int, v_dim: int) -> PoolView:
-        return PoolView(
-            self.format,
-            BLOCK,
-            (torch.full((n_blocks, 1, heads, k_dim, BLOCK), float("nan")),),
-            (torch.full((n_blocks, 1, heads, BLOCK, v_dim), float("nan")),),
-            torch.full((n_blocks, BLOCK), -1, dtype=torch.int32),
-        )
-
-    def step(self, rows: list[tuple[int, int]]) -> Step:
-        """rows: (sequence, new tokens) of each sequence that takes part."""
-        positions, slots, starts = [], [], [0]
-        for sequence, count in rows:
-            for position in range(self.lengths[sequence], self.lengths[sequence] + count):
-                block = int(self.table[sequence, position // BLOCK])
-                positions.append(position)
-                slots.append(block * BLOCK + position % BLOCK)
-            self.lengths[sequence] += count
-            starts.append(len(positions))
-        at = torch.tensor(positions)
-        for pool in self.pools:
-            pool.positions.view(-1)[torch.tensor(slots)] = at.int()
-        used = torch.tensor([-(-self.lengths[s] // BLOCK) for s, _ in rows], dtype=torch.int32)
-        table = self.table[[s for s, _ in rows]]
-        view = TableView(
-            torch.zeros_like(table, dtype=torch.uint8), table, used, torch.arange(len(rows), dtype=torch.int32), 0, 0
-        )
-        longest = max(count for _, count in rows)
-        step_rows = StepRows(torch.tensor(starts, dtype=torch.int32), at.int(), longest)
-        return Step(self, at, torch.tensor(slots).view(-1, 1, 1), view, step_rows)
-
-
-@dataclass
-class Step:
-    cache: ListOfBlocks
-    positions: Tensor
-    slots: Tensor
-    table: TableView
-    rows: StepRows
-
-    def layer(self, index: int) -> LayerView:
-        return LayerView(self, self.cache.pools[index])
-
-
-@dataclass
-class LayerView:
-    step: Step
-    pool: PoolView
-
-    def append_and_attend(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, rope: Rope | None, params: AttendParams
-    ) -> Tensor:
-        assert k is not None and v is not None and rope is not None
-        backend = self.step.cache.backend
-        backend.write(backend.rope(k, rope), v, self.step.slots, self.pool, 0)
-        q = backend.rope(q, rope)
-        return backend.attend(q, self.step.rows, self.step.table, [self.pool], 0, params).out
-
-
-def run(
-    model: CausalLM, cache: ListOfBlocks, rows: list[tuple[int, Tensor]], spans: dict[int, int] | None = None
-) -> Tensor:
-    """Logits of every row of one step. rows: (sequence, its new ids); spans: each sequence's final length."""
-    kv = cache.step([(sequence, len(ids)) for sequence, ids in rows])
-    span = None
-    if spans:
-        span = torch.cat([torch.full((len(ids),), spans[sequence]) for sequence, ids in rows])
-    step = StepInputs(torch.cat([ids for _, ids in rows]), kv.positions, cache.backend, span)
-    with torch.inference_mode():
-        return model.logits(model.forward(step, kv))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A cache for one model out of the reference kernels and a plain list of blocks: nothing between a model and its K and V."""
+"""A cache for one model out of the reference kernels and a plain list of blocks, free slots poisoned."""
 
 from __future__ import annotations
 
