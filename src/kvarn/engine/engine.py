@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.requests import CompletionTrace, Delta, RequestOutput, SamplingParams
 from kvarn.engine.guide import Guide
 from kvarn.engine.request import CompletionState, RequestState
 from kvarn.engine.runner import StepRun, run_model
-from kvarn.engine.sampler import sample, token_logprob
+from kvarn.engine.sampler import Sampled, sample, token_logprob
 from kvarn.engine.scheduler import Row, Scheduler, StepPlan
 from kvarn.engine.sequence import Entry
 from kvarn.kv.manager import CacheManager
@@ -81,7 +82,7 @@ class Engine:
     ) -> RequestState:
         """Queue a request. deadline_s: seconds from now. guide: constrains the answers. policy: decides over blocks;
         None: the engine's own. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and then nothing has changed."""
-        self._check(request_id, prompt_ids)
+        prompt_ids = self._checked(request_id, prompt_ids, params)
         now = self._clock()
         first = self._next_seq_id
         state = RequestState.new(request_id, prompt_ids, params, self.tokenizer, first, now, guide)
@@ -115,16 +116,22 @@ class Engine:
                 self.cache.unassign(seq_id)
             raise
 
-    def _check(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+    def _checked(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        """The prompt as plain integers, all of them tokens of the model."""
         if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is in use", fixes=("choose another id",))
-        if not prompt_ids:
+        if not len(prompt_ids):
             raise InvalidRequest("the prompt is empty", fixes=("give at least one token",))
+        try:
+            ids = tuple(index(t) for t in prompt_ids)
+        except TypeError as error:
+            raise InvalidRequest(f"the prompt holds what is no token id: {error}", fixes=("use integers",)) from error
         size = self.model.vocab_size
-        if bad := next((t for t in prompt_ids if not 0 <= t < size), None):
+        if (bad := next((t for t in (*ids, *params.logit_bias) if not 0 <= t < size), None)) is not None:
             raise InvalidRequest(
                 f"token id {bad} is outside the vocabulary of {size}", fixes=("use the model's tokenizer",)
             )
+        return ids
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free on return. None where it is unknown or done."""
@@ -172,17 +179,20 @@ class Engine:
         tokens = [self.scheduler.sequence(r.seq_id).tokens[r.start : r.start + r.n_tokens] for r in rows]
         try:
             run = self._run(rows, spans, tokens)
+            chosen = self._choose(rows, run)
         except Exception as error:
             self._fail(spans, error)
+            raise
+        except BaseException:  # interrupted: nothing of the step counts, and it can be run again
+            self.cache.abort_step(spans)
             raise
         for row, fed in zip(rows, tokens, strict=True):
             self.cache.commit(row.seq_id, fed)
             if decision := self.cache.decide(row.seq_id):
                 self.cache.apply(row.seq_id, decision)
-        self._take(rows, run)
+        self._take(rows, chosen)
 
     def _run(self, rows: Sequence[Row], spans: Sequence[Span], tokens: Sequence[Sequence[int]]) -> StepRun:
-        """Run the model, and read everything that is wanted of its logits before anything is committed."""
         reach = [self._reach(r.seq_id) for r in rows]
         return run_model(self.model, self.cache, spans, tokens, reach)
 
@@ -191,28 +201,34 @@ class Engine:
         return len(request.prompt_ids) + request.params.max_tokens
 
     def _fail(self, spans: Sequence[Span], error: Exception) -> None:
-        """Nothing of this step counts; its requests end."""
+        """Nothing of this step counts; its requests end, with all their completions."""
         self.cache.abort_step(spans)
-        for span in spans:
-            place = self._places.get(span.seq_id)
-            if place and place.completion.finish_reason is None:
-                self._end(place.request, place.completion, "error", f"{type(error).__name__}: {error}")
+        for request in dict.fromkeys(self._places[s.seq_id].request for s in spans):
+            for completion in request.completions:
+                if completion.finish_reason is None:
+                    self._end(request, completion, "error", f"{type(error).__name__}: {error}")
 
-    def _take(self, rows: Sequence[Row], run: StepRun) -> None:
-        """Prompt log-probabilities, then the next token of each row that samples, and of its children's first."""
-        for index, row in enumerate(rows):
+    def _choose(self, rows: Sequence[Row], run: StepRun) -> list[Sampled]:
+        """Read all that is wanted of the logits before anything is committed: prompt log-probabilities, then the next
+        token of each row that samples, followed by the first of each of its children."""
+        for at, row in enumerate(rows):
             place = self._places[row.seq_id]
             if place.request.params.prompt_logprobs is not None:
-                self._score_prompt(row, place, run, index)
+                self._score_prompt(row, place, run, at)
         sampling = [(i, r) for i, r in enumerate(rows) if r.samples]
         wanted = [(i, self._places[s]) for i, r in sampling for s in (r.seq_id, *r.children)]
         logits = run.last_logits([i for i, _ in wanted])
-        chosen = sample(logits, [place.request.sample_row(place.completion) for _, place in wanted])
+        return sample(logits, [place.request.sample_row(place.completion) for _, place in wanted])
+
+    def _take(self, rows: Sequence[Row], chosen: Sequence[Sampled]) -> None:
+        """The chosen tokens go to their completions, which may end with them."""
         now = self._clock()
+        sequences = [s for r in rows if r.samples for s in (r.seq_id, *r.children)]
+        places = [self._places[s] for s in sequences]
         deltas = iter(
             [
                 place.request.take(place.completion, got, self.tokenizer.end_ids, now)
-                for (_, place), got in zip(wanted, chosen, strict=True)
+                for place, got in zip(places, chosen, strict=True)
             ]
         )
         for row in rows:
@@ -240,11 +256,13 @@ class Engine:
             tuple(map(str, seq.waits)), tuple(map(str, seq.preemptions)), seq.cached_tokens or 0, physical, logical
         )
 
-    def _score_prompt(self, row: Row, place: _Place, run: StepRun, index: int) -> None:
+    def _score_prompt(self, row: Row, place: _Place, run: StepRun, span: int) -> None:
         """Row start + j predicts prompt token start + j + 1; what a preemption repeats is not scored again."""
         request, top = place.request, place.request.params.prompt_logprobs or 0
+        if len(request.prompt_logprobs) == len(request.prompt_ids) - 1:
+            return
         end = min(row.start + row.n_tokens, len(request.prompt_ids) - 1)
-        for logits, at in run.span_logits(index, end - row.start):
+        for logits, at in run.span_logits(span, end - row.start):
             for j, line in enumerate(logits):
                 target = row.start + at + j + 1
                 if target not in request.prompt_logprobs:
