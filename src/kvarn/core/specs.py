@@ -53,6 +53,8 @@ class LayerSpec:
     kv_heads, k_dim, v_dim: attention; elements a token = kv_heads * (k_dim + v_dim).
     latent_dim, rope_dim: MLA; elements a token = latent_dim + rope_dim, once, whatever the heads.
     index_dim: keys of a sparse indexer beside it, elements a token.
+    compressed_dim, compress_tokens: beside that, compressed_dim elements stay for every full compress_tokens tokens of
+    the whole context, whatever the window (DeepSeek-V4's compressed entries and their indexer keys).
     window_tokens: a query sees itself and window_tokens - 1 earlier tokens. chunk_tokens: it sees its own chunk only.
     shares_layer: index of the layer whose cache is read instead.
     state: recurrent tensors; may stand beside attention (Falcon-H1).
@@ -70,6 +72,8 @@ class LayerSpec:
     chunk_tokens: int | None = None
     shares_layer: int | None = None
     state: tuple[StateTensor, ...] = ()
+    compressed_dim: int = 0
+    compress_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.kv_heads and self.query_heads % self.kv_heads:
@@ -97,6 +101,10 @@ class LayerSpec:
     @property
     def state_bytes(self) -> int:
         return sum(t.nbytes for t in self.state)
+
+    def compressed_elements(self, tokens: int) -> int:
+        """Numbers stored beside the window for a context of `tokens`; 0 for layers that compress nothing."""
+        return tokens // self.compress_tokens * self.compressed_dim if self.compress_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Style:
     slides: Slides = none_slides
     ffn: FeedForwards | None = None
     extra_per_layer: Callable[[ConfigReader, Heads], int] | None = None
-    head_bias: bool = False
+    head_bias: Switch = False
     tied: bool = False
 
 
@@ -98,7 +98,7 @@ def assemble(
     return ModelParts(
         layers=layers,
         embedding=vocab * hidden,
-        output=(0 if tied else vocab * hidden) + (vocab if style.head_bias else 0),
+        output=(0 if tied else vocab * hidden) + (vocab if is_on(c, style.head_bias) else 0),
         other=norm_size(c, style) if style.final_norm else 0,
         width=ffn.width,
         n_experts=ffn.n_experts,

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvarn.core.geometry.attend import Heads, all_slide, every
 from kvarn.core.geometry.decoder import Style, decoder
-from kvarn.core.geometry.parts import ModelParts
+from kvarn.core.geometry.parts import ModelParts, attention, gated_mlp, layer
 from kvarn.core.geometry.reader import ConfigReader
 
 
@@ -103,7 +103,30 @@ def _muse(c: ConfigReader) -> ModelParts:
     return decoder(c, replace(_STYLES["muse_glimmer_text"], slides=lambda i: (last - i) % 4 != 0))
 
 
+def _chatglm(c: ConfigReader) -> ModelParts:
+    """ChatGLM2, ChatGLM3, GLM-4-9B as first published: KV groups, its own spellings."""
+    hidden, query, dim = c.size("hidden_size"), c.size("num_attention_heads"), c.size("kv_channels")
+    kv = c.size("multi_query_group_num") if c.flag("multi_query_attention") else query
+    c.understood(("multi_query_group_num",))
+    h, vocab = Heads(query, kv, dim, dim), c.size("padded_vocab_size", "vocab_size")
+    bias = c.flag("add_bias_linear")
+    mixer = attention(hidden, query, kv, dim, dim, qkv_bias=c.flag("add_qkv_bias") or bias, o_bias=bias)
+    ffn = gated_mlp(hidden, c.size("ffn_hidden_size"), bias=bias)
+    one = layer(h.spec(), mixer, ffn, 2 * hidden)
+    return ModelParts((one,) * c.size("num_layers"), vocab * hidden, vocab * hidden, hidden, width=ffn.width)
+
+
+def _qwen1(c: ConfigReader) -> ModelParts:
+    """Qwen 1: intermediate_size counts gate and up together."""
+    width = c.size("intermediate_size") // 2
+    c.understood(("kv_channels",))
+    style = Style(True, False, False, ffn=lambda reader, _: gated_mlp(reader.size("hidden_size"), width))
+    return decoder(c, style)
+
+
 FAMILY = {
+    "chatglm": _chatglm,
+    "qwen": _qwen1,
     **{name: partial(decoder, style=style) for name, style in _STYLES.items()},
     **{name: partial(_late_layers_slide, style=style) for name, style in _LATE_WINDOW.items()},
     "stablelm": _stablelm,

@@ -75,8 +75,7 @@ def _sparse(c: ConfigReader) -> ModelParts:
     base, ffn = mla_parameters(c, full), partial(deepseek_moe, default_dense=3)
     layers = []
     for i, runs in enumerate(_indexers(c, n_layers)):
-        # transformers builds the indexer's weights in every layer; released checkpoints hold those that run
-        mixer = base + indexer_parameters(c)
+        mixer = base + (indexer_parameters(c) if runs else 0)
         layers.append(layer(full if runs else shared, mixer, ffn(c, i), 2 * hidden))
     return with_drafts(c, _assemble(c, layers, ffn))
 
@@ -84,6 +83,7 @@ def _sparse(c: ConfigReader) -> ModelParts:
 def _indexers(c: ConfigReader, n_layers: int) -> list[bool]:
     """Which layers run the indexer: indexer_types, a pattern of F and S, or a frequency with an offset."""
     types = c.per_layer("indexer_types", n_layers)
+    c.understood(("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"))
     pattern = c.get("index_topk_pattern")
     if types is None and isinstance(pattern, (str, list)):
         types = list(pattern)[:n_layers]

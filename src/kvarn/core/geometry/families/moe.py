@@ -209,7 +209,7 @@ _FFN: dict[str, tuple[Style, Callable[[ConfigReader, int], FeedForward]]] = {
     "qwen3_vl_moe_text": (Style(qk_norm="head"), qwen_moe),
     "olmoe": (Style(qk_norm="full"), _mixtral),
     "flex_olmo": (Style(qk_norm="full"), _mixtral),
-    "phimoe": (Style(norm_bias=True, head_bias=False, slides=all_slide), _mixtral),
+    "phimoe": (Style(norm_bias=True, head_bias="lm_head_bias", slides=all_slide), _mixtral),
     "granitemoe": (Style(), _granite),
     "granitemoeshared": (Style(), _granite),
     "gpt_oss": (Style(slides=every(2), extra_per_layer=lambda _, h: h.query), _gpt_oss),
@@ -219,6 +219,8 @@ _FFN: dict[str, tuple[Style, Callable[[ConfigReader, int], FeedForward]]] = {
     "minimax_m2": (Style(False, False, qk_norm="full"), _minimax_m2),
     "hunyuan_v1_moe": (Style(qk_norm="head"), _hunyuan),
     "ernie4_5_moe": (Style("use_bias", "use_bias"), _ernie),
+    "hy_v3": (Style(qk_norm="head"), partial(deepseek_moe, default_dense=1)),
+    "grok-1": (Style(False, False, norms=4, tied=True), _mixtral),
     "bailing_moe": (Style("use_qkv_bias", "use_bias"), deepseek_moe),
 }
 
