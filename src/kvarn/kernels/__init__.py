@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 
+from kvarn.core.errors import IncompatiblePlan, UnknownName
 from kvarn.core.registry import names_in
 from kvarn.kernels.api import Backend
+
+_NATIVE_FIRST = ("cpu", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    """One backend found: does it load here, and why not, or what it runs on."""
+
+    name: str
+    available: bool
+    detail: str
 
 
 def backend_names() -> tuple[str, ...]:
@@ -14,5 +27,31 @@ def backend_names() -> tuple[str, ...]:
 
 
 def load_backend(name: str | None = None) -> Backend:
-    """The backend called `name`; None: the reference."""
-    return import_module(f"kvarn.kernels.{name or 'reference'}").BACKEND()
+    """The backend called `name`; None: the native one where it was built and this machine runs it, else the reference
+    (`backend_report` says why). Raises UnknownName, and IncompatiblePlan for a named one that cannot be loaded."""
+    if name is None:
+        name = next(r.name for r in backend_report() if r.available)
+    if name not in (known := backend_names()):
+        raise UnknownName("backend", name, known)
+    try:
+        return import_module(f"kvarn.kernels.{name}").BACKEND()
+    except ImportError as error:
+        raise IncompatiblePlan(
+            f"the {name} backend cannot be loaded: {error}",
+            fixes=("--backend reference", "reinstall kvarn where a C++17 compiler is found"),
+        ) from error
+
+
+def backend_report() -> tuple[BackendReport, ...]:
+    """Every backend found, the one that `load_backend(None)` takes first."""
+    names = sorted(backend_names(), key=lambda n: _NATIVE_FIRST.index(n) if n in _NATIVE_FIRST else len(_NATIVE_FIRST))
+    reports = tuple(_probe(n) for n in names)
+    return tuple(sorted(reports, key=lambda r: not r.available))
+
+
+def _probe(name: str) -> BackendReport:
+    try:
+        backend = import_module(f"kvarn.kernels.{name}").BACKEND
+    except ImportError as error:
+        return BackendReport(name, False, f"not built, or not for this Python: {error}")
+    return BackendReport(name, True, backend.describe())

@@ -87,10 +87,36 @@ class Attended:
     lse: Tensor
 
 
+class StepKernel(Protocol):
+    """One step over one cache group, its operands prepared once so that each layer's call is short."""
+
+    def append_and_attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        rope: Rope | None,
+        layer: int,
+        params: AttendParams,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, Hq, D], k [T, H, D], v [T, H, E], not yet rotated (rope None: rotated, or not to be). Rotates q and k,
+        writes k and v into the step's slots (k = v = None: nothing is written), attends. Returns [T, Hq, E] in q's
+        dtype. lse [T, Hq] float32 is filled where given."""
+        ...
+
+
 class Backend(Protocol):
     """One implementation of the operations. All are pure but for the tensors that their names say they write."""
 
     name: str
+
+    def begin_step(
+        self, rows: StepRows, table: TableView, pools: Sequence[PoolView], slots: Tensor | None = None
+    ) -> StepKernel:
+        """Prepare one group's step. pools[0] is the open pool; slots as in `write`, None where nothing is written.
+        The tensors are read again at every call and must live as long as the result."""
+        ...
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         """x [T, heads, D], rotated; new tensor or x itself rewritten."""
@@ -108,6 +134,26 @@ class Backend(Protocol):
         Tiled, running log-sum-exp; scores and sums in float32 (float64 for float64 q). KV heads never expanded."""
         ...
 
+    def add_mass(
+        self,
+        q: Tensor,
+        lse: Tensor,
+        rows: StepRows,
+        table: TableView,
+        pools: Sequence[PoolView],
+        layer: int,
+        params: AttendParams,
+        mass: Tensor,
+    ) -> None:
+        """Add to mass [S, H, C, B] float32 the softmax weight that each slot of each sequence's table rows gets, summed
+        over the step's queries of that sequence and the query heads of the KV head. q, lse as from `attend`."""
+        ...
+
+    def move_slots(self, pool: PoolView, source: Tensor, target: Tensor) -> None:
+        """Copy single tokens: slots source [n] int64 (block * B + slot) onto target [n], all layers and heads that a
+        block holds. The two sets are disjoint. Only for formats that are `rewritable`."""
+        ...
+
     def seal(self, source: PoolView, source_blocks: Tensor, target: PoolView, target_blocks: Tensor) -> None:
         """Encode whole blocks source_blocks [n] int64 of a float pool into target_blocks [n] of another format's pool,
         for every layer and head they hold. Positions are not copied (the ledger's business)."""
@@ -123,6 +169,10 @@ class Backend(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., n] * weight / rms(x), statistics in float32, result in x's dtype."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual), the sum rounded to x's dtype first; x and residual [..., n]."""
         ...
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:

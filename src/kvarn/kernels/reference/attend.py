@@ -39,7 +39,7 @@ def attend(
                 part, part_lse = _attend_rows(
                     q[span, columns].to(wide),
                     rows.positions[span],
-                    _runs(table, row),
+                    runs_of(table, row),
                     pools,
                     layer,
                     heads,
@@ -51,7 +51,7 @@ def attend(
     return Attended(out, lse)
 
 
-def _runs(table: TableView, row: int) -> Iterator[tuple[int, Tensor]]:
+def runs_of(table: TableView, row: int) -> Iterator[tuple[int, Tensor]]:
     """The row's blocks in order, cut into runs of one pool and at most BLOCK_TILE blocks: (pool index, blocks [n])."""
     length = int(table.length[row])
     pool, block = table.pool[row, :length].tolist(), table.block[row, :length]
@@ -79,8 +79,8 @@ def _attend_rows(
     total = q.new_zeros(grouped.shape[:3])
     mixed = q.new_zeros((*grouped.shape[:3], pools[0].v[0].shape[-1]))
     for index, blocks in runs:
-        k, v, at = _read(pools[index], blocks, layer, heads, q.dtype)
-        seen = _visible(positions, at, params)
+        k, v, at = read_blocks(pools[index], blocks, layer, heads, q.dtype)
+        seen = visible(positions, at, params)
         scores = (grouped @ k[:, None]) * params.scale  # [h, G, t, n * B]
         if params.soft_cap:
             scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
@@ -99,7 +99,7 @@ def _attend_rows(
     return out.permute(2, 0, 1, 3).reshape(tile, query_heads, -1), lse.permute(2, 0, 1).reshape(tile, query_heads)
 
 
-def _read(
+def read_blocks(
     pool: PoolView, blocks: Tensor, layer: int, heads: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k [h, D, n * B], v [h, n * B, E] and positions [n * B] of some blocks. Slots that hold nothing read as zero."""
@@ -113,7 +113,7 @@ def _read(
     return k, v, at.flatten()
 
 
-def _visible(positions: Tensor, at: Tensor, params: AttendParams) -> Tensor:
+def visible(positions: Tensor, at: Tensor, params: AttendParams) -> Tensor:
     """[t, n * B] bool: may the query at positions[t] see the key at position at[...]."""
     query, key = positions[:, None], at[None, :]
     seen = (key >= 0) & (key <= query)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvarn.core.errors import IncompatiblePlan
 from kvarn.kernels.api import Attended, AttendParams, PoolView, Rope, StepRows, TableView
 from kvarn.kernels.reference.attend import attend
+from kvarn.kernels.reference.mass import add_mass
 
 
 def held(tensor: Tensor) -> Tensor:
@@ -20,10 +23,51 @@ def held(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """See `kvarn.kernels.api.StepKernel`: the operations one after the other."""
+
+    backend: ReferenceBackend
+    rows: StepRows
+    table: TableView
+    pools: Sequence[PoolView]
+    slots: Tensor | None
+
+    def append_and_attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        rope: Rope | None,
+        layer: int,
+        params: AttendParams,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        if rope is not None:
+            q = self.backend.rope(q, rope)
+            k = None if k is None else self.backend.rope(k, rope)
+        if k is not None and v is not None and self.slots is not None:
+            self.backend.write(k, v, self.slots, self.pools[0], layer)
+        attended = self.backend.attend(q, self.rows, self.table, self.pools, layer, params)
+        if lse is not None:
+            lse.copy_(attended.lse)
+        return attended.out
+
+
 class ReferenceBackend:
     """See `kvarn.kernels.api.Backend`."""
 
     name = "reference"
+
+    @staticmethod
+    def describe() -> str:
+        """What it runs on, in words."""
+        return "PyTorch operations, any device: the specification, slow"
+
+    def begin_step(
+        self, rows: StepRows, table: TableView, pools: Sequence[PoolView], slots: Tensor | None = None
+    ) -> ReferenceStep:
+        return ReferenceStep(self, rows, table, pools, slots)
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         half = rope.cos.shape[-1]
@@ -48,6 +92,28 @@ class ReferenceBackend:
     ) -> Attended:
         return attend(q, rows, table, pools, layer, params)
 
+    def add_mass(
+        self,
+        q: Tensor,
+        lse: Tensor,
+        rows: StepRows,
+        table: TableView,
+        pools: Sequence[PoolView],
+        layer: int,
+        params: AttendParams,
+        mass: Tensor,
+    ) -> None:
+        add_mass(q, lse, rows, table, pools, layer, params, mass)
+
+    def move_slots(self, pool: PoolView, source: Tensor, target: Tensor) -> None:
+        size, dims = pool.block_size, (pool.k[0].shape[-2], pool.v[0].shape[-1])
+        layouts = (*pool.format.k.k_layout(dims[0], size), *pool.format.v.v_layout(dims[1], size))
+        for tensor, layout in zip((*pool.k, *pool.v), layouts, strict=True):
+            if layout.token_axis is None:
+                raise IncompatiblePlan(f"single tokens of a {pool.format.name} block cannot be rewritten")
+            by_slot = held(tensor).movedim(3 + layout.token_axis, 1)
+            by_slot[target // size, target % size] = by_slot[source // size, source % size]
+
     def seal(self, source: PoolView, source_blocks: Tensor, target: PoolView, target_blocks: Tensor) -> None:
         for stored, taken in zip((*target.k, *target.v), (*source.k, *source.v), strict=True):
             held(stored)[target_blocks] = held(taken)[source_blocks].to(stored.dtype)
@@ -64,6 +130,10 @@ class ReferenceBackend:
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (scaled * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         if activation == "silu":

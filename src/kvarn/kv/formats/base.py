@@ -27,10 +27,11 @@ def value_group(dim: int) -> int:
 
 @dataclass(frozen=True)
 class QuantizedFormat(Format):
-    """bits: of one code. Written whole when a block is sealed."""
+    """bits: of one code. Written whole when a block is sealed. A packed row of K holds several tokens a byte, so only
+    whole bytes a code can be rewritten token by token."""
 
     lossless: bool = False
-    rewritable: bool = True
+    rewritable: bool = False
     sealed_only: bool = True
     bits: int = 8
 
@@ -40,14 +41,14 @@ class QuantizedFormat(Format):
     def _codes(self, side: str, rows: int, length: int) -> TensorLayout:
         """`rows` rows of `length` codes, packed along the row. Raises IncompatiblePlan for a length not of whole bytes."""
         if self.bits == 8:
-            return TensorLayout(side, (rows, length), "int8")
+            return TensorLayout(side, (rows, length), "int8", token_axis=1 if side == "k" else 0)
         if length % 8:
             what = "block size" if side == "k" else "head dim"
             raise IncompatiblePlan(
                 f"{self.name} packs 8 codes together; a {what} of {length} is no multiple of 8",
                 fixes=("--block-size 32", "--kv int8") if side == "k" else ("--kv int8",),
             )
-        return TensorLayout(side, (rows, length * self.bits // 8), "uint8")
+        return TensorLayout(side, (rows, length * self.bits // 8), "uint8", token_axis=None if side == "k" else 0)
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,16 @@ class TokenScaled(QuantizedFormat):
     into the softmax weight."""
 
     def k_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
-        return (self._codes("k", dim, block_size), TensorLayout("k_scale", (block_size,), SCALE))
+        return (self._codes("k", dim, block_size), TensorLayout("k_scale", (block_size,), SCALE, token_axis=0))
 
     def v_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
-        return (self._codes("v", block_size, dim), TensorLayout("v_scale", (block_size,), SCALE))
+        return (self._codes("v", block_size, dim), TensorLayout("v_scale", (block_size,), SCALE, token_axis=0))
 
 
 @dataclass(frozen=True)
 class Affine(QuantizedFormat):
     """KIVI (Liu et al. 2024, section 3): keys with a scale and zero point a channel over the block's tokens, values
     with one a token and group of channels. A block's keys share scales, so no single token can be rewritten."""
-
-    rewritable: bool = False
 
     def k_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
         codes = self._codes("k", dim, block_size)
@@ -76,4 +75,4 @@ class Affine(QuantizedFormat):
     def v_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
         groups = (block_size, dim // value_group(dim))
         codes = self._codes("v", block_size, dim)
-        return codes, TensorLayout("v_scale", groups, SCALE), TensorLayout("v_zero", groups, SCALE)
+        return codes, *(TensorLayout(name, groups, SCALE, token_axis=0) for name in ("v_scale", "v_zero"))

@@ -16,10 +16,10 @@ class Float8(Format):
     sealed_only: bool = True
 
     def k_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
-        return (TensorLayout("k", (dim, block_size), "float8_e4m3fn"),)
+        return (TensorLayout("k", (dim, block_size), "float8_e4m3fn", token_axis=1),)
 
     def v_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
-        return (TensorLayout("v", (block_size, dim), "float8_e4m3fn"),)
+        return (TensorLayout("v", (block_size, dim), "float8_e4m3fn", token_axis=0),)
 
 
 FORMAT = Float8("fp8_e4m3")

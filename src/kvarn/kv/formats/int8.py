@@ -1,3 +1,3 @@
 from kvarn.kv.formats.base import TokenScaled
 
-FORMAT = TokenScaled("int8", bits=8)
+FORMAT = TokenScaled("int8", bits=8, rewritable=True)

@@ -1,0 +1,126 @@
+// Cutting a step's attention into work items, and running them on threads.
+#pragma once
+#include "attend.h"
+
+namespace {
+
+struct Job {
+  const Step* step;
+  const AttendCall* call;
+  Shape shape;
+  Tile* tiles;
+  int* first_split;  // [n_tiles + 1]: items of a tile in `split` mode
+  int* open_splits;  // [n_tiles]: splits not yet done
+  float* partials;
+  int64_t partial_floats;  // of one split
+  int n_tiles;
+};
+
+inline Tile make_tile(const Step& s, const AttendCall& c, const Shape& h, int seq, int head, int token, int end) {
+  Tile t{};
+  t.seq = seq, t.head = head, t.token = token;
+  t.row = s.table.first_row[seq] + c.layer * s.table.layer_stride + head * s.table.head_stride;
+  t.n_tokens = imin(h.tile_tokens, end - token);
+  t.n_rows = t.n_tokens * h.group;
+  t.first_position = t.last_position = s.positions[token];
+  for (int i = 1; i < t.n_tokens; i++) {
+    t.first_position = imin(t.first_position, s.positions[token + i]);
+    t.last_position = imax(t.last_position, s.positions[token + i]);
+  }
+  return t;
+}
+
+INLINE int count_splits(const Step& s, const Shape& h, const Tile& t) {
+  return (s.table.length[t.row] + h.columns - 1) / h.columns;
+}
+
+inline int count_tiles(const Step& s, const Shape& h) {
+  int n = 0;
+  for (int i = 0; i < s.n_seqs; i++)
+    n += (s.query_start[i + 1] - s.query_start[i] + h.tile_tokens - 1) / h.tile_tokens * s.kv_heads;
+  return n;
+}
+
+// Late tiles see more keys, so they stand first: the last items of a call are small ones.
+inline void cut_tiles(const Step& s, const AttendCall& c, const Shape& h, Tile* out) {
+  int n = 0;
+  for (int i = s.n_seqs - 1; i >= 0; i--) {
+    int begin = s.query_start[i], span = s.query_start[i + 1] - begin;
+    for (int k = (span + h.tile_tokens - 1) / h.tile_tokens - 1; k >= 0; k--)
+      for (int head = 0; head < s.kv_heads; head++)
+        out[n++] = make_tile(s, c, h, i, head, begin + k * h.tile_tokens, begin + span);
+  }
+}
+
+inline Partial partial_at(const Job& j, int item) {
+  float* p = j.partials + item * j.partial_floats;
+  return {p, p + j.shape.rows, p + 2 * j.shape.rows};
+}
+
+// One tile, all its splits in order.
+inline void run_tile(int index, void* context) {
+  const Job& j = *static_cast<Job*>(context);
+  const Tile& t = j.tiles[index];
+  thread_scratch.reset(work_bytes(*j.step, j.shape));
+  Work w = take_work(thread_scratch, *j.step, j.shape);
+  Partial total = take_partial(thread_scratch, j.shape), part = take_partial(thread_scratch, j.shape);
+  stage_queries(*j.step, *j.call, j.shape, t, w);
+  clear(j.shape, t.n_rows, total);
+  int length = j.step->table.length[t.row];
+  for (int begin = 0; begin < length; begin += j.shape.columns) {
+    attend_split(*j.step, *j.call, j.shape, t, w, begin, imin(begin + j.shape.columns, length), part);
+    merge(j.shape, t.n_rows, total, part);
+  }
+  finish(*j.step, *j.call, j.shape, t, total);
+}
+
+// One split of one tile; whoever finishes a tile's last split merges them all, in their order.
+inline void run_split(int item, void* context) {
+  const Job& j = *static_cast<Job*>(context);
+  int index = 0;
+  while (j.first_split[index + 1] <= item) index++;
+  const Tile& t = j.tiles[index];
+  thread_scratch.reset(work_bytes(*j.step, j.shape));
+  Work w = take_work(thread_scratch, *j.step, j.shape);
+  stage_queries(*j.step, *j.call, j.shape, t, w);
+  int length = j.step->table.length[t.row], begin = (item - j.first_split[index]) * j.shape.columns;
+  attend_split(*j.step, *j.call, j.shape, t, w, begin, imin(begin + j.shape.columns, length), partial_at(j, item));
+  if (__atomic_sub_fetch(j.open_splits + index, 1, __ATOMIC_ACQ_REL) > 0) return;
+  Partial total = take_partial(thread_scratch, j.shape);
+  clear(j.shape, t.n_rows, total);
+  for (int i = j.first_split[index]; i < j.first_split[index + 1]; i++) merge(j.shape, t.n_rows, total, partial_at(j, i));
+  finish(*j.step, *j.call, j.shape, t, total);
+}
+
+// Few tiles of long sequences are split over threads; many tiles are not. The sums are the same either way.
+inline void run_attend(const Step& s, const AttendCall& c) {
+  Job j{};
+  j.step = &s, j.call = &c, j.shape = shape_of(s, c);
+  j.n_tiles = count_tiles(s, j.shape);
+  if (j.n_tiles == 0) return;
+  j.partial_floats = int64_t(j.shape.rows) * (2 + j.shape.padded_v);
+  int64_t head_bytes = Scratch::bytes<Tile>(j.n_tiles) + 2 * Scratch::bytes<int>(j.n_tiles + 1);
+  call_scratch.reset(head_bytes);
+  j.tiles = call_scratch.take<Tile>(j.n_tiles);
+  cut_tiles(s, c, j.shape, j.tiles);
+  int n_items = 0;
+  for (int i = 0; i < j.n_tiles; i++) n_items += imax(1, count_splits(s, j.shape, j.tiles[i]));
+  if (s.n_threads <= 1 || n_items == j.n_tiles || j.n_tiles >= 4 * s.n_threads) {
+    parallel_for(j.n_tiles, s.n_threads, run_tile, &j);
+    return;
+  }
+  call_scratch.reset(head_bytes + Scratch::bytes<float>(n_items * j.partial_floats));  // may move: cut again
+  j.tiles = call_scratch.take<Tile>(j.n_tiles);
+  cut_tiles(s, c, j.shape, j.tiles);
+  j.first_split = call_scratch.take<int>(j.n_tiles + 1);
+  j.open_splits = call_scratch.take<int>(j.n_tiles + 1);
+  j.partials = call_scratch.take<float>(n_items * j.partial_floats);
+  j.first_split[0] = 0;
+  for (int i = 0; i < j.n_tiles; i++) {
+    j.open_splits[i] = imax(1, count_splits(s, j.shape, j.tiles[i]));
+    j.first_split[i + 1] = j.first_split[i] + j.open_splits[i];
+  }
+  parallel_for(n_items, s.n_threads, run_split, &j);
+}
+
+}  // namespace

@@ -1,0 +1,199 @@
+// Vectors of floats as wide as the instruction set has them, on the compiler's vector extensions, so one source serves
+// SSE2, AVX2, AVX-512 and NEON. Intrinsics only where the extensions cannot say it.
+// Everything is in an unnamed namespace: each instruction set has its own copy and the linker merges none of them.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+constexpr bool kHasDot = true;
+#else
+constexpr bool kHasDot = false;
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef uint8_t vb __attribute__((vector_size(W)));
+typedef int8_t vs8 __attribute__((vector_size(W)));
+
+template <class V>
+INLINE V load(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V>
+INLINE void store(void* p, V v) {
+  __builtin_memcpy(p, &v, sizeof(V));
+}
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vi splat_i(int x) { return vi{} + x; }
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+INLINE float fmax2(float a, float b) { return a > b ? a : b; }
+INLINE float fmin2(float a, float b) { return a < b ? a : b; }
+INLINE int imin(int a, int b) { return a < b ? a : b; }
+INLINE int imax(int a, int b) { return a > b ? a : b; }
+
+// Horizontal reductions fold halves, so their order is fixed.
+INLINE float hsum(vf v) {
+  float x[W];
+  store(x, v);
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) x[i] += x[i + n];
+  return x[0];
+}
+INLINE float hmax(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float x[W];
+  store(x, v);
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) x[i] = fmax2(x[i], x[i + n]);
+  return x[0];
+#endif
+}
+
+INLINE float bits_float(uint32_t u) {
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+INLINE uint32_t float_bits(float f) {
+  uint32_t u;
+  __builtin_memcpy(&u, &f, 4);
+  return u;
+}
+INLINE float bf16_float(uint16_t h) { return bits_float(uint32_t(h) << 16); }
+INLINE uint16_t float_bf16(float f) {  // round to nearest even; a NaN stays one
+  uint32_t u = float_bits(f);
+  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t((u >> 16) | 0x40);
+  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+INLINE vf bf16_vf(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vh vf_bf16(vf f) {
+  vu u = (vu)f;
+  vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  vu nan = (u >> 16) | 0x40;
+  return __builtin_convertvector((u & 0x7fffffff) > 0x7f800000 ? nan : rounded, vh);
+}
+
+INLINE vf f16_vf(vh h) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps((__m128i)h);
+#else
+  vu u = __builtin_convertvector(h, vu);
+  vf magnitude = (vf)((u & 0x7fff) << 13) * bits_float(0x77800000);  // 2^112 moves the exponent, subnormals too
+  vu special = (u & 0x7c00) == 0x7c00 ? vu{} + 0x7f800000u : vu{};
+  return (vf)((vu)magnitude | special | ((u & 0x8000) << 16));
+#endif
+}
+INLINE float f16_float(uint16_t h) {
+#if defined(__F16C__)
+  return _cvtsh_ss(h);
+#else
+  uint32_t u = h;
+  float magnitude = bits_float((u & 0x7fff) << 13) * bits_float(0x77800000);
+  uint32_t special = (u & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;
+  return bits_float(float_bits(magnitude) | special | ((u & 0x8000) << 16));
+#endif
+}
+INLINE uint16_t float_f16(float f) {  // round to nearest even; overflow becomes infinity
+#if defined(__F16C__)
+  return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
+#else
+  uint32_t u = float_bits(f), sign = (u >> 16) & 0x8000;
+  u &= 0x7fffffff;
+  if (u >= 0x47800000) return uint16_t(sign | (u > 0x7f800000 ? 0x7e00 : 0x7c00));
+  if (u < 0x38800000) {  // subnormal half: let the adder round
+    float shifted = bits_float(u) + 0.5f;
+    return uint16_t(sign | (float_bits(shifted) - 0x3f000000));
+  }
+  u += 0xc8000fff + ((u >> 13) & 1);
+  return uint16_t(sign | (u >> 13));
+#endif
+}
+INLINE vf fp8_vf(vb b) {  // e4m3 is a half with its exponent 8 lower
+  vh h = __builtin_convertvector(b, vh);
+  return f16_vf(((h & 0x7f) << 7) | ((h & 0x80) << 8)) * 256.0f;
+}
+INLINE float fp8_float(uint8_t b) {
+  return f16_float(uint16_t(((b & 0x7f) << 7) | ((b & 0x80) << 8))) * 256.0f;
+}
+INLINE vf i8_vf(vs8 b) { return __builtin_convertvector(__builtin_convertvector(b, vi), vf); }
+INLINE vf u8_vf(vb b) { return __builtin_convertvector(__builtin_convertvector(b, vi), vf); }
+
+INLINE float load_as_float(const void* p, int64_t i, int dtype) {
+  if (dtype == 0) return static_cast<const float*>(p)[i];
+  uint16_t h = static_cast<const uint16_t*>(p)[i];
+  return dtype == 1 ? bf16_float(h) : f16_float(h);
+}
+INLINE void store_float(void* p, int64_t i, int dtype, float x) {
+  if (dtype == 0) static_cast<float*>(p)[i] = x;
+  else static_cast<uint16_t*>(p)[i] = dtype == 1 ? float_bf16(x) : float_f16(x);
+}
+// W consecutive elements of an activation; dtype is a compile-time constant where this matters.
+INLINE vf load_vf(const void* p, int64_t i, int dtype) {
+  if (dtype == 0) return load<vf>(static_cast<const float*>(p) + i);
+  vh h = load<vh>(static_cast<const uint16_t*>(p) + i);
+  return dtype == 1 ? bf16_vf(h) : f16_vf(h);
+}
+INLINE void store_vf(void* p, int64_t i, int dtype, vf x) {
+  if (dtype == 0) {
+    store(static_cast<float*>(p) + i, x);
+  } else if (dtype == 1) {
+    store(static_cast<uint16_t*>(p) + i, vf_bf16(x));
+  } else {
+    for (int j = 0; j < W; j++) static_cast<uint16_t*>(p)[i + j] = float_f16(x[j]);
+  }
+}
+
+// exp with a relative error under 2 ulp: 2^n * p(r), |r| <= ln2 / 2, p by the Cephes coefficients (expf, S. Moshier).
+INLINE vf vexp(vf x) {
+  vf in = x;
+  x = vmax(vmin(x, splat(88.0f)), splat(-88.0f));
+  vf n = fma(x, splat(1.44269504088896341f), splat(12582912.0f)) - 12582912.0f;  // round by the magic 1.5 * 2^23
+  vf r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  vf p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+  return in > -87.0f ? p * (vf)power : vf{};
+}
+INLINE float exp1(float x) { return vexp(splat(x))[0]; }
+
+}  // namespace
