@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from kvarn.core.errors import ModelError
@@ -10,6 +11,7 @@ from kvarn.core.files import ModelFiles
 
 GGUF_MAGIC = b"GGUF"
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"^(.+)-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def open_local(name: str, path: Path) -> ModelFiles:
@@ -28,7 +30,19 @@ def _gguf(name: str, path: Path) -> ModelFiles:
             f"{path} is not a GGUF file (it starts with {magic!r}, not {GGUF_MAGIC!r})",
             fixes=("give a .gguf file, or the directory that holds config.json",),
         )
-    return ModelFiles.of("gguf", name, path, (path,))
+    shards = gguf_shards(path)
+    return ModelFiles.of("gguf", name, shards[0], shards)
+
+
+def gguf_shards(path: Path) -> tuple[Path, ...]:
+    """All files of a split GGUF (`name-00002-of-00003.gguf`), or the one. Raises ModelError naming what lacks."""
+    if not (parts := _SHARD.match(path.name)):
+        return (path,)
+    stem, count = parts[1], int(parts[3])
+    shards = tuple(path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise ModelError(f"{path} is one of {count} files, and {len(missing)} are missing: {', '.join(missing[:4])}")
+    return shards
 
 
 def _directory(name: str, path: Path) -> ModelFiles:
