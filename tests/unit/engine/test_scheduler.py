@@ -431,3 +431,24 @@ def test_reasons_read_as_sentences():
     assert str(scheduler.why_waiting(1)) == "8 tokens beside 0 of those running: short of 1 blocks"
     assert scheduler.sequence(1).preemptions == [why]
     assert [type(w) for w in scheduler.sequence(1).waits] == [RanOut, NoBlocks]
+
+
+def test_without_preemptions_children_take_turns_too():
+    scheduler, _ = make(max_preemptions=0)
+    scheduler.add(entry(0, prompt=6, new=3, child_ids=(1, 2)))
+    plans = run_all(scheduler)
+    assert all(len(p.rows) == 1 for p in plans)
+    assert {r.seq_id for p in plans for r in p.rows} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("rival", [{"priority": 5}, {"tenant": "other"}, {"prompt": 1}, {"priority": 5, "prompt": 12}])
+def test_nobody_starves_under_an_endless_stream_of_others(rival: dict):
+    scheduler, _ = make(n_blocks=12, max_seqs=3, step_tokens=8, aging_s=1.0)
+    scheduler.add(entry(0, prompt=20, new=12))
+    for step in range(1, 4000):
+        scheduler.add(entry(step, at=step * 0.05, **{"prompt": 6, "new": 3} | rival))
+        run_step(scheduler, step * 0.05)
+        if not any(s == 0 for s in scheduler._seqs):
+            break
+    else:
+        pytest.fail(f"sequence 0 still waits after 200 s: {scheduler.why_waiting(0)}")
