@@ -20,7 +20,7 @@ from kvarn.core.registry import load, names_in
 
 PACKAGE = "kvarn.cli"
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-BROKEN_PIPE = 141  # 128 + SIGPIPE
+BROKEN_PIPE = 1  # as click itself ends, when the reader leaves while a command writes
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
