@@ -61,7 +61,7 @@ def dtype_of(x: Tensor) -> int:
     """Raises IncompatiblePlan for an element type that these kernels do not take."""
     if x.dtype not in DTYPES:
         raise IncompatiblePlan(
-            f"the cpu kernels take float32, bfloat16 and float16 activations, not {str(x.dtype).removeprefix('torch.')}",
+            f"activations are {x.dtype}; the cpu kernels take float32, bfloat16 and float16",
             fixes=("--backend reference",),
         )
     return DTYPES[x.dtype]
@@ -73,7 +73,7 @@ def packed_heads(x: Tensor) -> Tensor:
 
 
 class CpuStep:
-    """See `kvarn.kernels.api.StepKernel`; `write`, `rope` and `add_mass` are the backend's operations of these names."""
+    """See `kvarn.kernels.api.StepKernel`; the other methods are the backend's of the same names."""
 
     __slots__ = ("_keep", "_native", "_tokens", "_v_dim")
 
@@ -108,8 +108,8 @@ class CpuStep:
             rows.query_start.data_ptr(), rows.positions.data_ptr(), rows.query_start.shape[0] - 1, self._tokens
         )
         if slots is not None:
-            strides = (slots.stride(i) if slots.shape[i] > 1 else 0 for i in range(3))
-            step.set_slots(slots.data_ptr(), *strides, open_pool)
+            token, layer, head = (slots.stride(i) if slots.shape[i] > 1 else 0 for i in range(3))
+            step.set_slots(slots.data_ptr(), token, layer, head, open_pool)
 
     def append_and_attend(
         self,

@@ -39,7 +39,7 @@ class QuantizedFormat(Format):
         return stored * 8 // self.bits
 
     def _codes(self, side: str, rows: int, length: int) -> TensorLayout:
-        """`rows` rows of `length` codes, packed along the row. Raises IncompatiblePlan for a length not of whole bytes."""
+        """`rows` rows of `length` codes, packed along the row. Raises IncompatiblePlan unless they fill bytes."""
         if self.bits == 8:
             return TensorLayout(side, (rows, length), "int8", token_axis=1 if side == "k" else 0)
         if length % 8:
