@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from kvarn import __version__
@@ -236,10 +237,9 @@ def number_type(case: Case) -> str:
 def read_bytes(case: Case, context: int) -> float:
     """Cache bytes that one sequence's decode step reads: what its queries see, not what is reserved."""
     seen = Split()
-    for spec in case.geometry.layers:
-        token = _layer_token(case, spec)
+    for spec, n in Counter(case.geometry.layers).items():
         window = spec.window_tokens or spec.chunk_tokens or context
-        seen += token.times(min(context, window))
+        seen += _layer_token(case, spec).times(n * min(context, window))
     return seen.total + 2 * sum(s.state_bytes for s in case.geometry.layers)
 
 
@@ -336,9 +336,6 @@ def attention_name(spec: LayerSpec) -> str:
 
 
 def _groups(case: Case) -> tuple[LayerGroup, ...]:
-    counts: dict[LayerSpec, int] = {}
-    for spec in case.geometry.layers:
-        counts[spec] = counts.get(spec, 0) + 1
     return tuple(
         LayerGroup(
             attention_name(spec),
@@ -347,7 +344,7 @@ def _groups(case: Case) -> tuple[LayerGroup, ...]:
             n * _layer_token(case, spec).total if spec.shares_layer is None else 0,
             n * spec.state_bytes,
         )
-        for spec, n in counts.items()
+        for spec, n in Counter(case.geometry.layers).items()
     )
 
 

@@ -3,6 +3,7 @@ x tokens x bytes is the whole of it for plain attention; what differs from model
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from kvarn.core.specs import LayerKind, LayerSpec
@@ -18,10 +19,7 @@ GROWTH_TOKENS = (128, 1024, 8192, 65536)
 
 
 def _unique(layers: tuple[LayerSpec, ...]) -> dict[LayerSpec, int]:
-    counts: dict[LayerSpec, int] = {}
-    for spec in layers:
-        counts[spec] = counts.get(spec, 0) + 1
-    return counts
+    return Counter(layers)
 
 
 def one_layer(case: Case, spec: LayerSpec) -> Split:

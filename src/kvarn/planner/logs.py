@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvarn.planner.compute import Case, replica_sequences
 from kvarn.planner.profiles.base import Figure
 from kvarn.planner.report import table
+from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import GIB, KIB, MIB
 
 _UNITS = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "GB": GIB, "MB": MIB, "B": 1}  # these engines write GB and mean GiB
@@ -52,6 +54,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "activations": (rf"(?:peak activation memory|activation peak memory takes)[^\d]*{_SIZE}",),
     "graphs": (rf"Graph capturing finished in [\d.]+ secs, took\s*{_SIZE}",),
 }
+_INPUTS = frozenset({"concurrency_length", "needed_length", "slots", "sequences", "streams", "available"})
 _LLAMA_KV = re.compile(
     rf"llama_kv_cache\w*:\s*(?:\S+\s+)?size\s*=\s*{_NUMBER} MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*(\d+)/"
     rf"\s*(\d+) seqs\), K \((\w+)\):\s*{_NUMBER} MiB, V \((\w+)\):\s*{_NUMBER} MiB"
@@ -147,55 +150,68 @@ def available_range(logged: dict[str, Logged]) -> tuple[int, int, int] | None:
 
 def compare_log(case: Case, logged: dict[str, Logged]) -> tuple[Compared, ...]:
     """Term by term. Raises nothing: what the plan has no figure for is left open (agrees None)."""
-    room = available_range(logged) or _implied(case, logged)
-    cache = min(case.stages, key=lambda c: c.tokens(room[0]) if room else 0)
-    figures = (
-        [{f.name: f for f in cache.figures(r)} for r in room] if room else [{f.name: f for f in cache.figures(0)}] * 3
-    )
-    weights = case.stage_weights[0]
+    figures, source = _figures(case, logged)
     found = []
     for name, figure in logged.items():
-        if name in ("concurrency_length", "needed_length", "slots", "sequences", "streams", "available"):
+        if name in _INPUTS or name == source:
             continue
-        if name == "weights" and weights.certainty != "unknown":
-            near = weights.low - figure.half_step <= figure.value <= weights.high + figure.half_step
-            found.append(Compared(name, figure.value, weights.bytes, near, figure.text))
+        if name == "weights":
+            found.append(_compare_weights(case, figure))
             continue
         computed = figures[0].get(name)
         ends = [f[name].value for f in figures[1:] if name in f]
-        found.append(
-            Compared(
-                name, figure.value, computed.value if computed else None, _agrees(figure, computed, ends), figure.text
-            )
-        )
+        agrees = None if computed is None else _agrees(figure, [computed.value, *ends])
+        found.append(Compared(name, figure.value, computed.value if computed else None, agrees, figure.text))
     return tuple(found)
 
 
-def _agrees(logged: Logged, computed: Figure | None, ends: Sequence[float]) -> bool | None:
-    if computed is None:
-        return None
-    low, high = min([computed.value, *ends]), max([computed.value, *ends])
+def _compare_weights(case: Case, figure: Logged) -> Compared:
+    weights = case.stage_weights[0]
+    if weights.certainty == "unknown":
+        return Compared(figure.name, figure.value, None, None, figure.text)
+    return Compared(figure.name, figure.value, weights.bytes, _agrees(figure, [weights.low, weights.high]), figure.text)
+
+
+def _agrees(logged: Logged, computed: Sequence[float]) -> bool:
     slack = logged.half_step + (1e-6 if logged.half_step else 0.0)
-    return low - slack <= logged.value <= high + slack
+    return min(computed) - slack <= logged.value <= max(computed) + slack
 
 
-def _implied(case: Case, logged: dict[str, Logged]) -> tuple[int, int, int] | None:
-    """The memory, from the blocks or tokens that the log counts, where it does not print it."""
+def _figures(case: Case, logged: dict[str, Logged]) -> tuple[list[dict[str, Figure]], str]:
+    """The engine's figures for the memory it had, in the middle and at both ends of the range that was printed. Where
+    the log prints no memory they follow from the blocks or tokens that it counts; that figure's name comes back, since
+    it then proves nothing."""
+    room = available_range(logged)
+    if room is None and "tokens" in logged and case.stages[0].figures_at(1):
+        found = [case.stages[0].figures_at(int(logged["tokens"].value))] * 3
+        return [{f.name: f for f in figures} for figures in found], "tokens"
+    source = ""
+    if room is None:
+        source = next((n for n in ("blocks", "tokens") if n in logged), "")
+        room = _implied(case, logged[source], source) if source else (0, 0, 0)
+    cache = min(case.stages, key=lambda c: c.tokens(room[0]))
+    return [{f.name: f for f in cache.figures(r)} for r in room], source
+
+
+def _implied(case: Case, target: Logged, source: str) -> tuple[int, int, int]:
+    """The least and the most memory for which the engine would count just so many blocks or tokens."""
     cache = case.stages[0]
-    target = logged.get("blocks") or logged.get("tokens")
-    if target is None:
-        return None
-    count = cache.blocks if "blocks" in logged else cache.tokens
-    low, high = 0, 2**50
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if (count(middle) or 0) < target.value else (low, middle)
-    return low, low, low
+    count = cache.blocks if source == "blocks" else cache.tokens
+
+    def first(reached: float) -> int:
+        low, high = 0, 2**50
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if (count(middle) or 0) < reached else (low, middle)
+        return low
+
+    low = first(target.value)
+    return low, low, max(low, first(target.value + 1) - 1)
 
 
-def settings_from_log(case_settings, logged: dict[str, Logged]):
+def settings_from_log(settings: Settings, logged: dict[str, Logged]) -> Settings:
     """Settings with what the log itself states: request length, slots, sequences, block size."""
-    found = {}
+    found: dict[str, Any] = {}
     length = logged.get("concurrency_length") or logged.get("needed_length")
     if length:
         found["context_tokens"] = int(length.value)
@@ -205,7 +221,7 @@ def settings_from_log(case_settings, logged: dict[str, Logged]):
         sequences, streams = int(logged["sequences"].value), int(logged["streams"].value)
         found |= {"sequences": sequences, "unified": streams == 1 and sequences > 1}
         found["context_tokens"] = max(1, int(logged["cells"].value) // (1 if streams == sequences else sequences))
-    return replace(case_settings, **found)
+    return replace(settings, **found)
 
 
 def log_report(found: tuple[Compared, ...], case: Case) -> list[str]:

@@ -3,26 +3,28 @@ single lines, so that a pipe gets the same words."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from kvarn.planner.memory import Term
 from kvarn.planner.result import Plan
 from kvarn.planner.sizes import show_both, show_bytes, show_seconds, show_tokens
 
+_FIGURE = re.compile(r"^(?:[-+]?[\d.,]+(?:e[+-]?\d+)?\s?(?:x|B|[KMGT]i?B|s|ms|us|ns|tokens/s|TFLOP|%)?|-|\?)$")
 VERDICTS = {"fits": "FITS", "does_not_fit": "DOES NOT FIT", "unknown": "CANNOT TELL"}
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Rows in columns; cells that look like figures are set right."""
+    """Rows in columns; a column that holds figures below its head is set right."""
     cells = [[str(c) for c in row] for row in rows]
     if not cells:
         return []
-    widths = [max(len(row[i]) if i < len(row) else 0 for row in cells) for i in range(max(len(r) for r in cells))]
+    columns = [[row[i] if i < len(row) else "" for row in cells] for i in range(max(len(r) for r in cells))]
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(not c or _FIGURE.match(c) for c in column[1:]) and any(column[1:]) for column in columns]
     lines = []
     for row in cells:
-        parts = [
-            c.rjust(w) if c[:1].isdigit() or c[:1] in "-+~<>" else c.ljust(w) for c, w in zip(row, widths, strict=False)
-        ]
+        parts = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=False)]
         lines.append((indent + "  ".join(parts)).rstrip())
     return lines
 

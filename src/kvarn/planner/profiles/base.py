@@ -98,6 +98,10 @@ class EngineCache(ABC):
         """What the engine prints about its cache, given the memory it has for it."""
         return ()
 
+    def figures_at(self, tokens: int) -> tuple[Figure, ...]:
+        """The same given the tokens that it counts, where that decides its figures; () where it does not."""
+        return ()
+
     def lines(self, available: int) -> tuple[str, ...]:
         """The engine's log lines with these figures."""
         return ()

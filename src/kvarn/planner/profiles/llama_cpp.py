@@ -36,7 +36,7 @@ class LlamaCppCache(EngineCache):
         super().__init__(layers, settings)
         rows = [(self._token(s), s.window_tokens, s.kind) for s in self.layers]
         rows = [r for r in rows if r[0].total]
-        separate = not settings.window_full and not settings.version.before(*WINDOWS)
+        separate = not settings.version.before(*WINDOWS)
         self.window = max((w or 0 for _, w, _ in rows), default=0) if separate and self._mixed(rows) else 0
         self.full = add([t for t, w, _ in rows if not (self.window and w)])
         self.swa = add([t for t, w, _ in rows if self.window and w])
@@ -71,8 +71,8 @@ class LlamaCppCache(EngineCache):
         """Full and window cells of one stream in which every sequence can reach `tokens`."""
         sharing = sequences if self.settings.unified else 1
         full = pad(tokens * sharing, CELLS)
-        if not self.window:
-            return full, 0
+        if not self.window or self.settings.window_full:
+            return full, full if self.window else 0
         return full, min(full, pad(self.window * sharing + (self.settings.batched_tokens or UBATCH), CELLS))
 
     def held(self, sequences: int, tokens: int) -> Split:
@@ -83,7 +83,7 @@ class LlamaCppCache(EngineCache):
         return kv + Split(state=(self.conv + self.state) * rows)
 
     def growth(self) -> Split:
-        return self.full + self.draft
+        return self.full + self.draft + (self.swa if self.settings.window_full else Split())
 
     def tokens(self, available: int) -> int:
         return self.longest(available, self.settings.sequences) // CELLS * CELLS * self.settings.sequences
@@ -96,9 +96,9 @@ class LlamaCppCache(EngineCache):
         full, window = self.cells(s.sequences, s.context_tokens)
         held, streams = self.held(s.sequences, s.context_tokens), self.streams(s.sequences)
         sizes = {
-            "kv": held.k + held.v,
-            "k": held.k,
-            "v": held.v,
+            "kv": held.k + held.v - self.draft.total * full * streams,
+            "k": held.k - self.draft.k * full * streams,
+            "v": held.v - self.draft.v * full * streams,
             "full": self.full.total * full * streams,
             "window": self.swa.total * window * streams,
             "state": held.state,

@@ -50,7 +50,9 @@ class MlcCache(EngineCache):
         return ceil(tokens * (self.token.total + INDEX_BYTES)) + self.workspace()
 
     def figures(self, available: int) -> tuple[Figure, ...]:
-        tokens = self.tokens(available)
+        return self.figures_at(self.tokens(available))
+
+    def figures_at(self, tokens: int) -> tuple[Figure, ...]:
         size = self.reported_bytes(tokens)
         return (
             Figure("tokens", tokens, "tokens", f"{tokens}"),

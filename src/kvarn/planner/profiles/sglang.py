@@ -77,7 +77,8 @@ class SglangCache(EngineCache):
 
     def tokens(self, available: int) -> int:
         rate = self.full.total + self._ratio() * self.window.total
-        return int(self._pool(available) / rate) // self.page * self.page if rate else 0
+        pages = self._pool(available) / rate / self.page if rate else 0
+        return max(0, int(pages) - 1) * self.page if rate else 0
 
     def blocks(self, available: int) -> int | None:
         return self.tokens(available) // self.page if self.page > 1 else None
@@ -87,7 +88,9 @@ class SglangCache(EngineCache):
         return min(at_once, float(self.settings.slots)) if self.settings.slots else at_once
 
     def pool_sizes(self, tokens: int) -> dict[str, int]:
-        """Bytes of the pools for that many tokens, by the name the log gives them."""
+        """Bytes of the pools for that many tokens, by the name the log gives them. Buffers have a page more; a count
+        that is no whole number of pages was logged by an engine with single slots."""
+        tokens += 1 if tokens % self.page else self.page
         slots = (self.settings.slots or self.settings.sequences) + 1
         windows = int(tokens * self._ratio())
         logged = self.full.k - (self.index if self.settings.version.before(*INDEXER_LOGGED[:2], pull=11309) else 0)
@@ -99,7 +102,9 @@ class SglangCache(EngineCache):
         return sizes
 
     def figures(self, available: int) -> tuple[Figure, ...]:
-        tokens = self.tokens(available)
+        return self.figures_at(self.tokens(available))
+
+    def figures_at(self, tokens: int) -> tuple[Figure, ...]:
         sizes = self.pool_sizes(tokens).items()
         return (
             Figure("tokens", tokens, "tokens", f"{tokens}"),

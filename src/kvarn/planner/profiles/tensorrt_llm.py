@@ -73,8 +73,10 @@ class TensorRtCache(EngineCache):
         return super().concurrency(available, tokens)
 
     def figures(self, available: int) -> tuple[Figure, ...]:
-        blocks = self.blocks(available)
-        tokens = blocks * self.block_tokens
+        return self.figures_at(self.blocks(available) * self.block_tokens)
+
+    def figures_at(self, tokens: int) -> tuple[Figure, ...]:
+        blocks = tokens // self.block_tokens
         rate = self.held(1, self.settings.context_tokens).total - self.state
         allocated = blocks * rate // max(1, ceil_div(self.settings.context_tokens, self.block_tokens))
         return (

@@ -54,7 +54,9 @@ class VllmCache(EngineCache):
     def __init__(self, layers: Sequence[LayerSpec], settings: Settings) -> None:
         super().__init__(layers, settings)
         kinds = Counter(key for spec in self.layers for key in self._kinds(spec))
-        kinds.update({next(k for k in kinds if k[0] == "full"): settings.draft_layers} if settings.draft_layers else {})
+        drafted = next((k for k in kinds if k[0] == "full"), None) if settings.draft_layers else None
+        if drafted:
+            kinds[drafted] += settings.draft_layers
         self.block_tokens = settings.block_size or 16
         attention = {k: n for k, n in kinds.items() if k[0] != "state"}
         if len({(k[0], k[3]) for k in kinds}) <= 1 and attention:
@@ -184,6 +186,9 @@ class VllmCache(EngineCache):
             Figure("estimated_length", self.longest(available, 1), "tokens", f"{self.longest(available, 1)}"),
             Figure("block_tokens", self.block_tokens, "tokens", f"{self.block_tokens}"),
         ]
+        windows = [self._group_blocks(g, length) for g in self.groups if g.window is not None]
+        if windows:
+            found.append(Figure("window_blocks", windows[0], "blocks", f"{windows[0]}"))
         if s.version.before(*ENGINE_V1):
             swap = (s.swap_bytes or 4 * GIB) // self.block_bytes
             found.append(Figure("cpu_blocks", swap, "blocks", f"{swap}"))
