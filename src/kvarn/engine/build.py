@@ -36,7 +36,7 @@ def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | No
     """Load a model and put an engine around it. emit: is told what the cache does. Raises ModelError, DoesNotFit,
     IncompatiblePlan, UnknownName."""
     backend = load_backend(options.backend)
-    if options.threads is not None:
+    if options.threads is not None and options.threads > 0:  # the plan refuses others
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(files)
     model = load_model(files, options.weights)

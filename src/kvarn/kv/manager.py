@@ -178,7 +178,7 @@ class CacheManager:
         states = [self.sequences[s.seq_id] for s in spans]
         wants = [[_wants(state, g) for state in states] for g in range(len(self.groups))]
         step = build_step(spans, [s.rows for s in states], self.groups, self.places, self.backend, wants)
-        self._note_peak()
+        self._note_peak(sum(s.n_tokens for s in spans))
         return step
 
     def settle(self, step: CacheStep) -> None:
@@ -269,8 +269,8 @@ class CacheManager:
         """(physical, logical) bytes of one sequence now; (0, 0) where it is not admitted."""
         return measure_sequence(self, seq_id)
 
-    def _note_peak(self) -> None:
-        now = measure(self)
+    def _note_peak(self, in_flight_tokens: int = 0) -> None:
+        now = measure(self, in_flight_tokens)
         if now.physical_bytes >= self.peak.physical_bytes:
             self.peak = now
 

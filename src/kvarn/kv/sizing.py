@@ -142,6 +142,8 @@ def _check(asked: EngineOptions, kv: KVFormat, context: int) -> None:
     for name in ("block_size", "max_seqs", "step_tokens"):
         if (value := getattr(asked, name)) < 1:
             raise IncompatiblePlan(f"{name} is {value}; it must be at least 1")
+    if asked.threads is not None and asked.threads < 1:
+        raise IncompatiblePlan(f"threads is {asked.threads}; it must be at least 1")
     if asked.residual_tokens < 0:
         raise IncompatiblePlan(f"residual_tokens is {asked.residual_tokens}; it must not be negative")
     if context < 1:

@@ -48,9 +48,9 @@ def measure_sequence(manager: CacheManager, seq_id: int) -> tuple[int, int]:
     return physical, state.length * _full_token_bytes(manager)
 
 
-def measure(manager: CacheManager) -> CacheMemory:
-    """Counted from the ledgers; O(sequences)."""
-    tokens = sum(s.length for s in manager.sequences.values())
+def measure(manager: CacheManager, in_flight_tokens: int = 0) -> CacheMemory:
+    """Counted from the ledgers; O(sequences). in_flight_tokens: those of a step that is not committed yet."""
+    tokens = sum(s.length for s in manager.sequences.values()) + in_flight_tokens
     full = _full_token_bytes(manager)
     pools = [(p, b) for g in manager.groups for p, b in zip(g.pools, g.pool_block_bytes, strict=True)]
     blocks = sum(p.held_blocks for p, _ in pools)
