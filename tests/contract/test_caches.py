@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 import torch
-from support.dense import dense_greedy, dense_logits
-from support.engines import BLOCK, Watch, answers, block_bytes, held_blocks, make_engine, serve
-from support.models import CONFIGS, tiny_model
 
 from kvarn.core.options import CACHE_MODES
 from kvarn.core.requests import SamplingParams
+from support.dense import dense_greedy, dense_logits
+from support.engines import BLOCK, Watch, answers, block_bytes, held_blocks, make_engine, serve
+from support.models import CONFIGS, tiny_model
 
 MODELS = tuple(CONFIGS)
 TEXT = list(b"The mill turns, the water falls, and grain by grain the day goes by.")

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from support.models import byte_tokenizer, tiny_model
-
 from kvarn.core.options import EngineOptions
 from kvarn.core.requests import Delta, RequestOutput, SamplingParams
 from kvarn.engine.build import assemble
@@ -16,6 +14,7 @@ from kvarn.kernels import load_backend
 from kvarn.kv.sizing import plan_cache
 from kvarn.models.base import CausalLM
 from kvarn.text import Tokenizer
+from support.models import byte_tokenizer, tiny_model
 
 BLOCK = 4
 CONTEXT = 128

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.files import ModelFiles
 from kvarn.core.options import EngineOptions
-from kvarn.core.requests import Delta, RequestOutput, SamplingParams
+from kvarn.core.requests import RequestOutput, SamplingParams
 from kvarn.engine.build import Parts, build_engine, with_overrides
 from kvarn.engine.report import KVReport, kv_report
+from kvarn.engine.stream import Outbox, Stream
 from kvarn.hub import default_name, resolve
 from kvarn.text.chat import Message
 
@@ -39,38 +41,32 @@ class LLM:
         parts: Parts = build_engine(self.files, self.options)
         self.model, self.tokenizer, self.plan, self.engine = parts.model, parts.tokenizer, parts.plan, parts.engine
         self.load_s = time.perf_counter() - begun
+        self.last_output: RequestOutput | None = None
+        self._outbox = Outbox(self.engine)
         self._ids = itertools.count()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **overrides: Any
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids; one or many, batched together), in their order. overrides: fields of
-        SamplingParams. Raises InvalidRequest and DoesNotFit before anything runs."""
+        SamplingParams. Raises InvalidRequest and DoesNotFit before anything runs. Streams that are open go on."""
         wanted = self._params(params, overrides)
         request_ids = self._submit([self._encode(p) for p in _as_list(prompts)], wanted)
-        done: dict[str, RequestOutput] = {}
-        while len(done) < len(request_ids):
-            done.update((r.request_id, r) for r in self.engine.step().finished if r.request_id in request_ids)
-        return [done[r] for r in request_ids]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Iterator[Delta]:
-        """Answer one prompt piece by piece; leaving the loop early cancels it. `output` of the last piece's request is
-        kept in `last_output`."""
-        (request_id,) = self._submit([self._encode(prompt)], self._params(params, overrides))
-        return self._pieces(request_id)
-
-    last_output: RequestOutput | None = None
-
-    def _pieces(self, request_id: str) -> Iterator[Delta]:
-        self.last_output = None
         try:
-            while self.last_output is None:
-                result = self.engine.step()
-                self.last_output = next((r for r in result.finished if r.request_id == request_id), None)
-                yield from (d for d in result.deltas if d.request_id == request_id)
+            for request_id in request_ids:
+                self._outbox.finish(request_id)
         finally:
-            if self.last_output is None:
-                self.last_output = self.engine.cancel(request_id)
+            outputs = [self._outbox.close(request_id) for request_id in request_ids]
+        return [output for output in outputs if output is not None]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Stream:
+        """Answer one prompt piece by piece; leaving the loop early cancels it. The whole answer is in the stream's
+        `output` at its end, and the last one that ended in `last_output`."""
+        (request_id,) = self._submit([self._encode(prompt)], self._params(params, overrides))
+        return Stream(self._outbox, request_id, self._note)
+
+    def _note(self, output: RequestOutput) -> None:
+        self.last_output = output
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **overrides: Any
@@ -87,8 +83,13 @@ class LLM:
         return kv_report(self.engine.cache)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids or prompt == "":
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt) if prompt else []
+        elif isinstance(prompt, Iterable):
+            ids = list(prompt)
+        else:
+            raise InvalidRequest(f"the prompt is {prompt!r}", fixes=("give a text, or a list of token ids",))
+        if not ids:
             raise InvalidRequest("the prompt is empty", fixes=("give some text",))
         return ids
 
@@ -105,10 +106,11 @@ class LLM:
             for ids in prompts:
                 request_id = f"llm-{next(self._ids)}"
                 self.engine.add_request(request_id, ids, params)
+                self._outbox.open(request_id)
                 request_ids.append(request_id)
         except Exception:
             for request_id in request_ids:
-                self.engine.cancel(request_id)
+                self._outbox.close(request_id)
             raise
         return request_ids
 
@@ -117,7 +119,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many? A list of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"the prompts are {prompts!r}", fixes=("give texts, or lists of token ids",))
     items = list(prompts)
-    if items and all(isinstance(i, int) for i in items):
+    if items and all(isinstance(i, Integral) for i in items):
         return [items]  # pyright: ignore[reportReturnType]
     return items  # pyright: ignore[reportReturnType]
