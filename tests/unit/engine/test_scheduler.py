@@ -356,6 +356,12 @@ def test_more_children_than_slots_take_turns():
     assert {r.seq_id for p in plans for r in p.rows} == {0, 1, 2, 3}
 
 
+def test_more_decodes_than_tokens_a_step_take_turns():
+    scheduler, _ = make(step_tokens=3)
+    scheduler.add(entry(0, prompt=3, new=4, child_ids=(1, 2, 3, 4)))
+    assert max(sum(r.n_tokens for r in p.rows) for p in run_all(scheduler)) == 3
+
+
 def test_a_child_takes_its_cancelled_parents_place():
     scheduler, ledger = make(step_tokens=4)
     scheduler.add(entry(0, prompt=6, new=3, child_ids=(1, 2)))
