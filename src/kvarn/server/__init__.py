@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: an asyncio front (FastAPI, uvicorn) and the engine on a thread of its own."""

@@ -1,0 +1,1 @@
+"""Routes, one file a group; each exports `make_router(context)`."""
