@@ -17,19 +17,19 @@ from kvarn.hub.progress import Progress
 T = TypeVar("T")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 HUB_FILE = re.compile(r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/(.+\.gguf)$")
-TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model")
+WANTED = ("*.json", "*.jinja", "tokenizer.model", "*.safetensors")
 CONFIG_FILES = ("config.json", INDEX, "generation_config.json")
 
 
 def cached(name: str) -> ModelFiles | None:
     """The model `name` from huggingface_hub's own cache, if it is there whole. No network."""
-    from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415  (half a second to import)
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415  (half a second to import)
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
         if parts := HUB_FILE.match(name):
             return open_local(name, Path(hf_hub_download(parts[1], parts[2], local_files_only=True)))
-        return open_local(name, Path(snapshot_download(name, local_files_only=True)))
+        return open_local(name, Path(_snapshot(name, local_files_only=True)))
     except (LocalEntryNotFoundError, ModelError):
         return None
 
@@ -37,16 +37,14 @@ def cached(name: str) -> ModelFiles | None:
 def fetch(name: str, progress: Progress) -> ModelFiles:
     """Fetch config, tokenizer and safetensors of a hub id, or one GGUF file of it. huggingface_hub resumes broken
     files, verifies them and shows its own progress bars. Raises FetchError, ModelError."""
-    from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     if parts := HUB_FILE.match(name):
         return open_local(name, Path(_explained(name, lambda: hf_hub_download(parts[1], parts[2]))))
     progress(name, 0, 0)
     files = _explained(name, lambda: _listing(name))
     _require_loadable(name, files)
-    patterns = [*TEXT_FILES, "*.safetensors"]
-    ignored = ["*/*"]  # copies in other formats lie in subdirectories
-    path = _explained(name, lambda: snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
+    path = _explained(name, lambda: _snapshot(name))
     return open_local(name, Path(path))
 
 
@@ -62,6 +60,15 @@ def fetch_config(name: str) -> Path:
     if not (path / "config.json").is_file():
         raise ModelError(f"{name} on the Hugging Face hub has no config.json")
     return path
+
+
+def _snapshot(name: str, local_files_only: bool = False) -> str:
+    """Directory with the wanted files of the top level; copies in other formats lie in subdirectories."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    return snapshot_download(
+        name, local_files_only=local_files_only, allow_patterns=list(WANTED), ignore_patterns=["*/*"]
+    )
 
 
 def _listing(name: str) -> list[str]:
@@ -104,8 +111,8 @@ def _explained(name: str, action: Callable[[], T]) -> T:
             raise disk_full(Path(constants.HF_HUB_CACHE)) from error
         raise _no_network(name) from error
     except Exception as error:
-        # The HTTP library below huggingface_hub has changed once and is not ours to name.
-        if type(error).__module__.split(".")[0] in {"httpx", "httpcore", "requests", "urllib3"}:
+        # The HTTP library below huggingface_hub has changed more than once and is not Kvarn's to import.
+        if type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
             raise _no_network(name) from error
         raise
 
