@@ -105,7 +105,8 @@ class RecomputeCache:
             int(counts.max(initial=0)),
         )
         table, slots, at = self._layout(counts, query_start, positions)
-        groups = tuple(GroupStep(table, (self._scratch(g, at),), slots) for g in self.plan.groups)
+        scratch = [(self._scratch(g, at),) for g in self.plan.groups]
+        groups = tuple(GroupStep(self.backend.begin_step(rows, table, p, slots), table, p) for p in scratch)
         held = [t.untyped_storage().nbytes() for g in groups for p in g.pools for t in (*p.k, *p.v)]
         self.scratch_bytes_peak = max(self.scratch_bytes_peak, sum(held))
         return CacheStep(rows, torch.from_numpy(positions), groups, self.places, self.backend)

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepRows, TableView
+from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepKernel, StepRows, TableView
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import LayerPlace
 from kvarn.kv.signals import NOTHING, GroupSignals, Wants
-from kvarn.kv.table import OPEN
 
 
 class Span(NamedTuple):
@@ -27,11 +26,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One group's operands of the step. slots [T, 1 or L, 1 or H] int64."""
+    """One group's operands of the step; `kernel` holds them as the backend wants them."""
 
+    kernel: StepKernel
     table: TableView
     pools: tuple[PoolView, ...]
-    slots: Tensor
     signals: GroupSignals | None = None
 
 
@@ -40,24 +39,32 @@ class PagedLayerKV:
     """A layer's cache in one step; see `kvarn.kv.view.LayerKV`."""
 
     backend: Backend
-    rows: StepRows
     group: GroupStep
     place: LayerPlace
 
     def append_and_attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, rope: Rope | None, params: AttendParams
     ) -> Tensor:
-        if rope is not None:
-            q = self.backend.rope(q, rope)
-            k = None if k is None else self.backend.rope(k, rope)
-        if self.place.writes:
-            assert k is not None and v is not None, "a layer with a cache of its own must bring keys and values"
-            self.backend.write(k, v, self.group.slots, self.group.pools[OPEN], self.place.index)
-        group, layer = self.group, self.place.index
-        attended = self.backend.attend(q, self.rows, group.table, group.pools, layer, params)
-        if group.signals is not None and self.place.writes:
-            group.signals.collect(self.backend, q, attended.lse, group.pools, layer, params)
-        return attended.out
+        assert (k is not None) == self.place.writes, "keys and values come from the layer whose cache it is"
+        if self.group.signals is not None and self.place.writes:
+            return self._watched(self.group.signals, q, k, v, rope, params)
+        return self.group.kernel.append_and_attend(q, k, v, rope, self.place.index, params)
+
+    def _watched(
+        self,
+        signals: GroupSignals,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        rope: Rope | None,
+        params: AttendParams,
+    ) -> Tensor:
+        """As above, and what policies want to know is collected."""
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        rotated = q if rope is None else self.backend.rope(q, rope)
+        out = self.group.kernel.append_and_attend(q, k, v, rope, self.place.index, params, lse)
+        signals.collect(self.backend, rotated, lse, self.group.pools, self.place.index, params)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class CacheStep:
     def layer(self, index: int) -> PagedLayerKV:
         place = self.places[index]
         assert place is not None, f"layer {index} has no cache"
-        return PagedLayerKV(self.backend, self.rows, self.groups[place.group], place)
+        return PagedLayerKV(self.backend, self.groups[place.group], place)
 
 
 def step_rows(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -110,5 +117,6 @@ def build_step(
         if any(w != NOTHING for w in wants[index]):
             spec = group.spec
             signals = GroupSignals(wants[index], view, table, len(group.layers), spec.kv_heads, group.block_size)
-        steps.append(GroupStep(table, group.views, slots, signals))
+        kernel = backend.begin_step(view, table, group.views, slots)
+        steps.append(GroupStep(kernel, table, group.views, signals))
     return CacheStep(view, torch.from_numpy(positions), tuple(steps), places, backend)
