@@ -14,7 +14,7 @@ from kvarn.core.errors import InvalidRequest, KvarnError
 from kvarn.core.geometry import ModelGeometry, geometry_from_factors
 from kvarn.planner import plots
 from kvarn.planner.advise import advice_lines, advise
-from kvarn.planner.api import ask
+from kvarn.planner.api import ask, read_model
 from kvarn.planner.compute import Case, build_case, make_plan
 from kvarn.planner.engines import engine_names, load_engine, take_flags
 from kvarn.planner.explain import explain
@@ -25,7 +25,6 @@ from kvarn.planner.roofline import Device
 from kvarn.planner.search import fit, fit_lines, parse_target
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import parse_size
-from kvarn.planner.sources import load_geometry, model_names
 
 FACTORS = ("layers", "kv_heads", "head_dim", "query_heads", "hidden_size", "intermediate_size", "vocab_size")
 FIGURES = ("context", "batch", "concurrency", "kv", "weights", "devices", "tp", "pp", "dp", "kv_memory", "block_size")
@@ -135,7 +134,9 @@ def _listing(options: dict[str, Any]) -> tuple[str, ...]:
     if options["list_hardware"]:
         return device_names()
     if options["list_models"]:
-        return model_names()
+        from kvarn.planner.sources import model_names  # noqa: PLC0415
+
+        return tuple(model_names())
     return engine_names() if options["list_engines"] else ()
 
 
@@ -153,7 +154,7 @@ def _geometry(model: str | None, options: dict[str, Any]) -> ModelGeometry:
     if model is not None:
         if given:
             raise InvalidRequest(f"both a model and factors ({', '.join(given)})", fixes=("give one of them",))
-        geometry = load_geometry(model)
+        geometry = read_model(model)
     elif missing := [n for n in FACTORS[:3] if n not in given]:
         raise InvalidRequest(
             "no model was given",

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.geometry import ModelGeometry
-from kvarn.planner.compute import Case, build_case, make_plan
+from kvarn.planner.compute import build_case, make_plan
 from kvarn.planner.engines import flag_fields, load_engine
 from kvarn.planner.formats import split_sides
 from kvarn.planner.machines import find_device
@@ -18,7 +18,6 @@ from kvarn.planner.result import Plan
 from kvarn.planner.roofline import Device
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import parse_size, parse_tokens
-from kvarn.planner.sources import load_geometry
 from kvarn.planner.version import Version
 
 DEFAULT_CONTEXT_TOKENS = 8192
@@ -56,7 +55,7 @@ def plan(
     Raises UnknownName, InvalidRequest, IncompatiblePlan, ModelError and its kinds.
     """
     profile, version = load_engine(engine)
-    geometry = model if isinstance(model, ModelGeometry) else load_geometry(str(model))
+    geometry = model if isinstance(model, ModelGeometry) else read_model(str(model))
     asked = ask(
         geometry,
         profile,
@@ -76,6 +75,13 @@ def plan(
     )
     device = find_device(hardware) if isinstance(hardware, str) else hardware
     return make_plan(build_case(geometry, profile, asked), device)
+
+
+def read_model(name: str) -> ModelGeometry:
+    """The geometry of a named model. Raises UnknownName, ModelError and its kinds, FetchError."""
+    from kvarn.planner.sources import load_geometry  # noqa: PLC0415  the hub's client is slow to load
+
+    return load_geometry(name)
 
 
 def ask(
@@ -130,9 +136,3 @@ def spread(settings: Settings, devices: int | None) -> Settings:
         f"{devices} devices, but tp {settings.tp} x pp {settings.pp} x dp {settings.dp} is {settings.devices}",
         fixes=(f"--devices {settings.devices}", "leave --devices out"),
     )
-
-
-def case_of(model: ModelGeometry, engine: str, settings_fields: dict[str, Any]) -> Case:
-    """A case from Settings fields, for tools that compare."""
-    profile, version = load_engine(engine)
-    return build_case(model, profile, Settings(**settings_fields, version=version))
