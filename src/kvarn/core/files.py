@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,10 +46,10 @@ def kvarn_home() -> Path:
 def atomic_write(target: Path) -> Iterator[BinaryIO]:
     """Write `target` whole or not at all: a temporary file beside it, synced and renamed when the block succeeds."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-    partial = Path(name)
+    # Not tempfile: its files are for the owner's eyes only, and these may be shared.
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with partial.open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

@@ -23,6 +23,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError), atomic_write(target) as out:
         out.writelines([b"new", "no bytes"])  # pyright: ignore[reportArgumentType]
     assert target.read_bytes() == b"old"
+    assert target.stat().st_mode & 0o777 == tmp_path.joinpath("sub").stat().st_mode & 0o666
     assert [path.name for path in target.parent.iterdir()] == ["file"]
 
 
