@@ -122,8 +122,10 @@ def _plain(case: Case, plan: Plan) -> list[str]:
 def counterfactuals(case: Case, plan: Plan) -> list[str]:
     """The same model as MHA, GQA, MQA and MLA, beside each other."""
     attention = [s for s in case.geometry.layers if s.kind in (LayerKind.ATTENTION, LayerKind.LATENT)]
-    if not attention or not case.settings.kv_k:
+    if not attention:
         return []
+    record = (case.settings.kv_k or "").lower() in LATENT_RECORDS
+    plain = replace(case, settings=replace(case.settings, kv_k="bf16", kv_v="bf16")) if record else case
     widest = max(attention, key=lambda s: s.query_heads)
     queries, dim = max(1, widest.query_heads), widest.k_dim or 128
     dim = dim if widest.kind is LayerKind.ATTENTION else 128
@@ -135,7 +137,7 @@ def counterfactuals(case: Case, plan: Plan) -> list[str]:
         if queries % heads or heads > queries:
             continue
         spec = LayerSpec(kv_heads=heads, k_dim=dim, v_dim=dim, query_heads=queries)
-        total = n * one_layer(case, spec).total
+        total = n * one_layer(plain, spec).total
         rows.append((name, f"{heads}", f"{total:,}", show_bytes(total * plan.context), _ratio(total, own)))
     latent = 576 * 2 * n
     rows.append(

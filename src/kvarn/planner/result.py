@@ -187,6 +187,8 @@ class Plan:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """Raises InvalidRequest for a dict that is not a plan."""
+        if not isinstance(data, dict):
+            raise InvalidRequest("this is not a plan: not an object", fixes=("write it with Plan.to_json",))
         try:
             return _build(cls, data)
         except (KeyError, TypeError, ValueError) as error:
