@@ -21,17 +21,15 @@ __all__ = ["geometry_from_factors", "load_geometry", "model_names", "read_config
 INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 64 << 20
 MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
-# safetensors' names of types -> bytes an element
-_SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2}
-_SAFETENSORS_BYTES |= {"I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "F8_E8M0": 1}
 
 
 def load_geometry(source: str, *, fetch: bool = True) -> ModelGeometry:
     """The geometry of the model that `source` names; weights are not read.
 
-    In this order: a path that exists (config.json, model directory, .gguf), a catalogue name in any spelling (hub ids of
-    catalogued models included: nothing is fetched), a short name (its file if it is here), a hub id (config and index
-    only; `fetch` allows the network). Raises UnknownName with the nearest names, ModelError and its kinds, FetchError.
+    In this order: a path that exists (config.json, model directory, .gguf), a catalogue name in any spelling (hub ids
+    of catalogued models included: nothing is fetched), a short name (its file if it is here), a hub id (config and
+    index only; `fetch` allows the network). Raises UnknownName with the nearest names, ModelError and its kinds,
+    FetchError.
     """
     path = Path(source).expanduser()
     if path.exists():

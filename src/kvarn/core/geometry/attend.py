@@ -78,7 +78,7 @@ def window_of(c: ConfigReader, *names: str) -> int | None:
 def slides_by_config(c: ConfigReader, n_layers: int, default: Slides) -> list[bool]:
     """Which layers slide: layer_types where stated, then a stated period, then the architecture's habit.
     Raises ConfigError for a layer type that is not understood."""
-    stated = c.per_layer("layer_types", n_layers, "attn_type_list")
+    stated = c.per_layer("layer_types", n_layers)
     if stated is not None:
         if strange := sorted({str(t) for t in stated} - FULL_NAMES - SLIDING_NAMES):
             raise ConfigError(f"layer_types holds {', '.join(strange)}, which {c.model_type} layers cannot be here")

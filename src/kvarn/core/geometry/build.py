@@ -181,6 +181,7 @@ def _geometry(
         intermediate_size=parts.width,
         experts=parts.n_experts,
         experts_active=parts.n_active,
+        weight_format=_weight_format(c, config),
         unknown_keys=unknown,
     )
 
@@ -198,6 +199,24 @@ def _dtype(c: ConfigReader, config: Mapping[str, Any]) -> str:
         c.note(f"weights of type {stated!r} are counted as bfloat16")
         return "bfloat16"
     return stated
+
+
+def _weight_format(c: ConfigReader, config: Mapping[str, Any]) -> str:
+    """The published quantization, in the words of weight formats; '' for plain floats. An unknown one is noted."""
+    stated = c.stated("quantization_config") or config.get("quantization_config")
+    if not isinstance(stated, Mapping):
+        return ""
+    method, bits = str(stated.get("quant_method", "")).lower(), stated.get("bits") or stated.get("w_bit")
+    algorithm = str(stated.get("quant_algo") or stated.get("format") or "").lower()
+    for name in ("nvfp4", "mxfp4", "fp8"):
+        if name in method or name in algorithm:
+            return name
+    if method in ("awq", "gptq") or "pack-quantized" in algorithm or bits in (4, 8):
+        return "int8" if bits == 8 or "int8" in algorithm else "int4"
+    if method == "compressed-tensors" and "float-quantized" in algorithm:
+        return "fp8"
+    c.note(f"weights are quantized by {method or algorithm!r}, which is not known: counted as {_dtype(c, config)}")
+    return ""
 
 
 def _parameters(parts: ModelParts) -> ParameterCount:

@@ -43,6 +43,7 @@ class ModelGeometry:
     the figures came from. drafts: specs of next-token-prediction (MTP) layers, which hold a cache only where drafting
     is on. parameters: None where the config does not say enough to count them. intermediate_size: width of the widest
     feed-forward activation of a token (active experts together). experts, experts_active: routed, of one layer.
+    weight_format: how the published weights are quantized ('fp8', 'int4', 'mxfp4', ...), '' where they are of `dtype`.
     weight_bytes: exact bytes by stored type, where a header or index states them. unknown_keys: config keys that look
     like cache geometry and were not understood: results are then not to be trusted blindly.
     """
@@ -62,6 +63,7 @@ class ModelGeometry:
     intermediate_size: int = 0
     experts: int = 0
     experts_active: int = 0
+    weight_format: str = ""
     weight_bytes: tuple[tuple[str, int], ...] = ()
     unknown_keys: tuple[str, ...] = ()
 

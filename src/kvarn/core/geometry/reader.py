@@ -38,8 +38,9 @@ _HARMLESS_WORDS = """
     linear_dt_min linear_dt_max linear_dt_init_floor linear_allow_neg_eigval mamba_dt_rank mtp_use_dedicated_embeddings
     attn_output_gate kv_cache_scheme kv_cache_quant_algo local_files_only vision_feature_layer lm_head_bias
     shared_expert_sink mtp_hidden_states_first chain_hidden_post_norm index_score_func compress_rope_theta
+    index_share_for_mtp_iteration
     swiglu_limit summary_first_dropout global_rank local_rank attn_chunk_impl qk_rope_interleave
-    initializer_cutoff_factor indexer_layernorm indexer_bias rope_theta_local
+    activation_sparsity_pattern initializer_cutoff_factor indexer_layernorm indexer_bias rope_theta_local
     share_encoder_decoder_embeddings output_router_logits moe_layer_start_index moe_layer_end_index"""
 _HARMLESS = frozenset(_HARMLESS_WORDS.split())
 

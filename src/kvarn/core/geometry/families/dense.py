@@ -92,6 +92,7 @@ _LATE_WINDOW = {
     "qwen2": _QWEN2,
     "qwen2_vl_text": _QWEN2,
     "qwen2_5_vl_text": _QWEN2,
+    "mimo": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_vl_text": _QWEN3,
 }

@@ -94,9 +94,26 @@ def _kimi_linear(c: ConfigReader) -> ModelParts:
     if full is not None:
         recurrent = [i + 1 not in full for i in range(n_layers)]
     spec = mla_spec(c)
-    mixer = kimi_delta(c, hidden, n_heads, dim, kernel, low_rank=True)
-    ffn = partial(deepseek_moe, default_dense=1)
+    mixer = kimi_delta(c, hidden, n_heads, dim, kernel, low_rank=not sub.flag("use_full_rank_gate"))
+    c.understood(("mla_use_nope", "mla_use_output_gate"))
+    ffn = partial(_latent_moe, default_dense=1)
     return assemble(c, replace(_STYLE, ffn=ffn), _mix(c, recurrent, mixer, spec, mla_parameters(c, spec), ffn))
+
+
+def _latent_moe(c: ConfigReader, i: int, default_dense: int) -> FeedForward:
+    """Experts that work in a smaller space (routed_expert_hidden_size, Kimi K3), a projection into it and one back."""
+    found, latent = deepseek_moe(c, i, default_dense), c.optional_size("routed_expert_hidden_size")
+    if latent is None or not found.experts:
+        return found
+    hidden, width = hidden_of(c), c.size("moe_intermediate_size")
+    c.understood(("latent_moe_use_norm",))
+    c.note("experts in a latent space: their projections are counted, norms and gates beside them are not")
+    return replace(
+        found,
+        parameters=found.parameters + 2 * hidden * latent,
+        experts=found.n_experts * 3 * latent * width,
+        active_experts=found.n_active * 3 * latent * width,
+    )
 
 
 def _bailing_hybrid(c: ConfigReader) -> ModelParts:

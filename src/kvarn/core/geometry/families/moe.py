@@ -86,6 +86,17 @@ def _minimax_m2(c: ConfigReader, _: int) -> FeedForward:
     return experts(hidden_of(c), c.size("intermediate_size"), *routed(c))
 
 
+def minimax_m2(c: ConfigReader) -> ModelParts:
+    """MiniMax-M2: attn_type_list is all ones (full attention); drafting modules hold mtp_transformer_layers each."""
+    kinds = c.per_layer("attn_type_list", n_layers_of(c))
+    if kinds and any(kind != 1 for kind in kinds):
+        raise ConfigError(f"attn_type_list holds {sorted(set(kinds))}; minimax_m2 knows only 1, full attention")
+    parts = decoder(c, Style(False, False, qk_norm="full", ffn=_minimax_m2))
+    modules = c.count("num_mtp_modules") * c.count("mtp_transformer_layers", default=1) if c.flag("use_mtp") else 0
+    c.understood(("num_mtp_modules", "mtp_transformer_layers", "qk_norm_type"))
+    return replace(parts, drafts=parts.layers[-1:] * modules)
+
+
 def _hunyuan(c: ConfigReader, _: int) -> FeedForward:
     width = c.size("moe_intermediate_size") if isinstance(c.stated("moe_intermediate_size"), int) else None
     dense = c.size("intermediate_size")
@@ -160,6 +171,7 @@ def mimo(c: ConfigReader) -> ModelParts:
     )
     slides = _mimo_slides(c, n_layers)
     stated = c.stated("sliding_window_size")
+    c.understood(("sliding_window", "attention_chunk_size", "swa_rope_theta", "add_swa_attention_sink_bias"))
     window = stated + 1 if isinstance(stated, int) else window_of(c)
     layers = []
     for i, slid in enumerate(slides):
@@ -216,7 +228,6 @@ _FFN: dict[str, tuple[Style, Callable[[ConfigReader, int], FeedForward]]] = {
     "dots1": (Style(qk_norm="head"), deepseek_moe),
     "solar_open": (Style(False, False), deepseek_moe),
     "exaone_moe": (Style(False, False, qk_norm="head", slides=every(4)), partial(deepseek_moe, default_dense=1)),
-    "minimax_m2": (Style(False, False, qk_norm="full"), _minimax_m2),
     "hunyuan_v1_moe": (Style(qk_norm="head"), _hunyuan),
     "ernie4_5_moe": (Style("use_bias", "use_bias"), _ernie),
     "hy_v3": (Style(qk_norm="head"), partial(deepseek_moe, default_dense=1)),
@@ -249,6 +260,7 @@ FAMILY = {
     **{name: partial(_styled, style=style, ffn=ffn) for name, (style, ffn) in _FFN.items()},
     "glm4_moe": _glm4_moe,
     "llama4_text": llama4,
+    "minimax_m2": minimax_m2,
     "afmoe": _afmoe,
     "mimo_v2_flash": mimo,
     "mimo_v2": mimo,
