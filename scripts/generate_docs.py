@@ -23,7 +23,9 @@ EXAMPLE_DIM, EXAMPLE_BLOCK = 64, 32
 
 def commands_page() -> str:
     """`--help` of every command."""
-    context = click.Context(kvarn, info_name="kvarn", terminal_width=WIDTH, max_content_width=WIDTH)
+    context = click.Context(
+        kvarn, info_name="kvarn", terminal_width=WIDTH, max_content_width=WIDTH, help_option_names=["-h", "--help"]
+    )
     pages = [("kvarn", kvarn.get_help(context))]
     for name in kvarn.list_commands(context):
         command = kvarn.get_command(context, name)
@@ -41,11 +43,15 @@ def formats_page() -> str:
         found = load_format(name)
         k = 8 * found.k_block_bytes(EXAMPLE_DIM, EXAMPLE_BLOCK) / elements
         v = 8 * found.v_block_bytes(EXAMPLE_DIM, EXAMPLE_BLOCK) / elements
-        words = (first_line("kvarn.kv.formats", name), *("lossless",) * found.lossless)
-        rows.append(f"| {name} | {k:.2f} | {v:.2f} | {', '.join(words)} |\n")
+        what = first_line("kvarn.kv.formats", name) or (type(found).__doc__ or "").partition("\n")[0]
+        rows.append(f"| {name} | {k:.2f} | {v:.2f} | {'yes' if found.lossless else ''} | {what} |\n")
     head = f"Bits an element at head dim {EXAMPLE_DIM} and {EXAMPLE_BLOCK} tokens a block, scales counted.\n\n"
     return (
-        "# KV formats\n" + MADE + head + "| name | K bits | V bits | what it is |\n|---|---|---|---|\n" + "".join(rows)
+        "# KV formats\n"
+        + MADE
+        + head
+        + "| name | K bits | V bits | lossless | what it is |\n|---|---|---|---|---|\n"
+        + "".join(rows)
     )
 
 
