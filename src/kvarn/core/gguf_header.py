@@ -9,14 +9,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvarn.core.errors import ConfigError
 
@@ -30,10 +30,10 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 1 << 16
 MAX_ELEMENTS = 1 << 48
 
-_FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _SCALAR_STRUCTS = {code: struct.Struct(text) for code, text in _SCALARS.items()}
-_SCALAR_DTYPES = {code: np.dtype(text) for code, text in _SCALARS.items()}
+_ARRAY_CODES = {code: text[1].replace("?", "B") for code, text in _SCALARS.items()}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 # ggml tensor types: id -> (name, elements a block, bytes a block); ggml.h and ggml-common.h of ggml-org/ggml.
@@ -140,8 +140,8 @@ class GGUFHeader:
         """The metadata value `{architecture}.{suffix}`."""
         return self.metadata.get(f"{self.architecture}.{suffix}", default)
 
-    def array(self, key: str) -> tuple[Any, ...] | np.ndarray:
-        """An array of the metadata in full: strings as a tuple, long numeric arrays as a NumPy array.
+    def array(self, key: str) -> tuple[Any, ...] | array[Any]:
+        """An array of the metadata in full: strings and short arrays as a tuple, long numeric arrays as array.array.
         Raises KeyError for an unknown key and GGUFError where the value is no array."""
         value = self.metadata[key]
         if isinstance(value, tuple):
@@ -236,7 +236,7 @@ class _Cursor:
         unpack = _SCALAR_STRUCTS[code]
         found = unpack.unpack_from(self.buffer, self.need(unpack.size))[0]
         # 1e-05 and not 9.999999747378752e-06: the decimal that was meant, as config.json has it
-        return float(str(np.float32(found))) if code == _FLOAT32 else found
+        return _shortest(found) if code == _FLOAT32 else found
 
     def array(self) -> tuple[Any, ...] | GGUFArray:
         code, length = self.u32(), self.u64()
@@ -247,16 +247,19 @@ class _Cursor:
             raise self.error(f"truncated header: an array of {length} elements does not fit in the file")
         if length <= EAGER_ARRAY_LENGTH:
             found = self.elements(code, length)
-            return found if isinstance(found, tuple) else tuple(found.tolist())
+            return found if isinstance(found, tuple) else tuple(map(bool, found) if code == _BOOL else found)
         skipped = GGUFArray(code, length, self.at)
         self._skip(code, length)
         return skipped
 
-    def elements(self, code: int, length: int) -> tuple[Any, ...] | np.ndarray:
+    def elements(self, code: int, length: int) -> tuple[Any, ...] | array[Any]:
         if code == _STRING:
             return tuple(self.string() for _ in range(length))
-        start = self.need(length * self._width(code))
-        return np.frombuffer(self.buffer, _SCALAR_DTYPES[code], length, start).copy()
+        start = self.need(nbytes := length * self._width(code))
+        found = array(_ARRAY_CODES[code], self.buffer[start : start + nbytes])
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
 
     def _width(self, code: int) -> int:
         if code not in _SCALAR_STRUCTS:
@@ -276,6 +279,15 @@ class _Cursor:
             raise self.error("truncated header: a string array does not fit in the file") from broken
         self.at = at
         self.need(0)
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that rounds to this float32."""
+    for digits in range(6, 9):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return value
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
