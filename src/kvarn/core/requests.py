@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvarn.core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
+MAX_BIAS = 1e9
 
 
 def _require(ok: bool, what: str, way_out: str) -> None:
@@ -86,9 +87,12 @@ class SamplingParams:
         within("repetition_penalty", 0.0, 100.0, open_low=True)
         within("presence_penalty", -100.0, 100.0)
         within("frequency_penalty", -100.0, 100.0)
-        ok = all(_integer(t) and t >= 0 and _finite(b) for t, b in self.logit_bias.items())
+        _require(isinstance(self.logit_bias, Mapping), f"logit_bias is {self.logit_bias!r}", "map token ids to numbers")
+        ok = all(_integer(t) and t >= 0 and _finite(b) and abs(b) <= MAX_BIAS for t, b in self.logit_bias.items())
         _require(
-            ok, "logit_bias holds a token id or a bias that is not a number", "map token ids (>= 0) to finite numbers"
+            ok,
+            "logit_bias holds a token id or a bias that is not a number in range",
+            f"map token ids (>= 0) to numbers of at most {MAX_BIAS:g}",
         )
 
     def _check_stops(self) -> None:
@@ -98,7 +102,7 @@ class SamplingParams:
             len(self.stop) <= MAX_STOP_STRINGS, f"{len(self.stop)} stop strings", f"use at most {MAX_STOP_STRINGS}"
         )
         object.__setattr__(self, "stop", tuple(self.stop))
-        ids_ok = all(_integer(t) and t >= 0 for t in self.stop_token_ids)
+        ids_ok = isinstance(self.stop_token_ids, Iterable) and all(_integer(t) and t >= 0 for t in self.stop_token_ids)
         _require(ids_ok, f"stop_token_ids is {self.stop_token_ids!r}", "use token ids (>= 0)")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 

@@ -72,7 +72,8 @@ def _choose(logits: Tensor, row: SampleRow) -> int:
         logits = _adjusted(logits.clone(), row)
     if p.temperature == 0:
         return int(torch.argmax(logits))
-    ids, weights = _candidates(logits.double() / p.temperature, p)
+    # From the best one down, so that dividing by hardly any temperature leaves the best one alone.
+    ids, weights = _candidates((logits.double() - logits.max()) / p.temperature, p)
     cumulative = torch.cumsum(weights, dim=0)
     target = uniform(row.seed, row.completion, row.position) * float(cumulative[-1])
     return int(ids[min(int(torch.searchsorted(cumulative, target, right=True)), len(ids) - 1)])
