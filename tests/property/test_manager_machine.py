@@ -222,7 +222,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- what must hold -------------------------------------------------------------------------------------------
     def contents(self, seq_id: int) -> list[dict[int, list[float]]]:
-        """For each table row of each group, in order: position -> the numbers of that slot, over its layers and heads."""
+        """For each table row of each group, in order: position -> the numbers of that slot."""
         found = []
         for group, first in zip(self.manager.groups, self.manager.sequences[seq_id].rows, strict=True):
             for row in range(first, first + group.rows_per_seq):
