@@ -43,7 +43,7 @@ def formats_page() -> str:
         found = load_format(name)
         k = 8 * found.k_block_bytes(EXAMPLE_DIM, EXAMPLE_BLOCK) / elements
         v = 8 * found.v_block_bytes(EXAMPLE_DIM, EXAMPLE_BLOCK) / elements
-        what = first_line("kvarn.kv.formats", name) or (type(found).__doc__ or "").partition("\n")[0]
+        what = first_line("kvarn.kv.formats", name) or first_paragraph(type(found).__doc__)
         rows.append(f"| {name} | {k:.2f} | {v:.2f} | {'yes' if found.lossless else ''} | {what} |\n")
     head = f"Bits an element at head dim {EXAMPLE_DIM} and {EXAMPLE_BLOCK} tokens a block, scales counted.\n\n"
     return (
@@ -70,6 +70,10 @@ def first_line(package: str, name: str) -> str:
         return short_help(name)
     source = files(import_module(package)).joinpath(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].replace("|", "\\|")
+
+
+def first_paragraph(text: str | None) -> str:
+    return " ".join((text or "").partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 PAGES: dict[str, Callable[[], str]] = {
