@@ -11,6 +11,7 @@ from kvarn.core.errors import KvarnError
 from kvarn.core.formats import format_names
 from kvarn.core.specs import LayerKind, LayerSpec
 from kvarn.planner.compute import Case, build_case, make_plan
+from kvarn.planner.memory import published
 from kvarn.planner.report import table
 from kvarn.planner.result import Plan
 from kvarn.planner.roofline import Device
@@ -59,7 +60,7 @@ def _setting_changes(case: Case, asked: Settings) -> Iterator[tuple[str, str, Se
     """(words, name of the price, settings)."""
     for name in _formats(case):
         yield f"--kv {name}", f"kv.{name}", replace(asked, kv_k=name, kv_v=name)
-    stored = case.settings.weights or case.geometry.dtype
+    stored = case.settings.weights or published(case.geometry)
     if "8" not in stored and "4" not in stored and case.geometry.stored_weight_bytes is None:
         for name in ("fp8", "int4"):
             yield f"--weights {name}", f"weights.{name}", replace(asked, weights=name)

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from kvarn import __version__
 from kvarn.core.geometry import ModelGeometry
 from kvarn.core.specs import LayerKind, LayerSpec
-from kvarn.planner.memory import CacheBudget, Term, cache_budget, cache_terms, model_weights, other_terms, rank_weights
+from kvarn.planner.memory import (
+    CacheBudget,
+    Term,
+    cache_budget,
+    cache_terms,
+    model_weights,
+    other_terms,
+    published,
+    rank_weights,
+)
 from kvarn.planner.profiles.base import EngineCache, Profile, Split
 from kvarn.planner.ranks import rank_stages
 from kvarn.planner.result import (
@@ -169,11 +178,21 @@ def _over_device(case: Case, device: Device | None, budget: CacheBudget) -> int:
     return max(0, min(t.low for t in case.stage_weights) + budget.bytes - device.memory_bytes)
 
 
+def _unwindowed(case: Case, layers: tuple[LayerSpec, ...], settings: Settings) -> int:
+    """Bytes a token while every layer still keeps it."""
+    whole = tuple(replace(spec, window_tokens=None, chunk_tokens=None) for spec in layers)
+    return case.profile.cache(whole, settings).growth().total
+
+
 def _kv(case: Case, stage: int, sequences: int) -> KVFigures:
     s, cache = case.settings, case.stages[stage]
+    inside, inside_rank = (
+        _unwindowed(case, case.whole.layers, replace(s, tp=1, pp=1)),
+        _unwindowed(case, cache.layers, s),
+    )
     whole, part = case.whole.held(s.sequences, s.context_tokens), cache.held(sequences, s.context_tokens)
     rank = RankKV(
-        cache.growth().total,
+        cache.growth().total or inside_rank,
         cache.held(1, s.context_tokens).total,
         part.total,
         part.k,
@@ -182,12 +201,13 @@ def _kv(case: Case, stage: int, sequences: int) -> KVFigures:
         stage,
     )
     return KVFigures(
-        case.whole.growth().total,
+        case.whole.growth().total or inside,
         case.whole.held(1, s.context_tokens).total,
         whole.total,
         whole.k,
         whole.v,
         whole.state,
+        inside,
         s.kv_k or "",
         s.kv_v or "",
         rank,
@@ -202,7 +222,7 @@ def _weights(case: Case, stage: int) -> WeightFigures:
         case.weights.bytes,
         counted.total if counted else None,
         counted.active if counted else None,
-        "as stored" if stored else asked or case.geometry.dtype,
+        "as stored" if stored else asked or published(case.geometry),
         case.stage_weights[stage].bytes,
     )
 
@@ -230,7 +250,7 @@ def bytes_per_weight(case: Case) -> float:
 
 def number_type(case: Case) -> str:
     """What the matrix products are computed in."""
-    name = (case.settings.weights or case.geometry.dtype).lower()
+    name = (case.settings.weights or published(case.geometry)).lower()
     return "fp8" if "8" in name and "f" in name else "f32" if "32" in name else "bf16"
 
 

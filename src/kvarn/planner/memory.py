@@ -91,6 +91,11 @@ def weight_bits(name: str) -> tuple[str, float]:
     return key, _WEIGHT_BITS[key]
 
 
+def published(geometry: ModelGeometry) -> str:
+    """The format of the weights as published."""
+    return geometry.weight_format or geometry.dtype
+
+
 def model_weights(geometry: ModelGeometry, weights: str | None) -> Term:
     """All weights of the model, on however many devices. As stored (header or index) where no format was asked."""
     stored, counted = geometry.stored_weight_bytes, geometry.parameters
@@ -99,7 +104,7 @@ def model_weights(geometry: ModelGeometry, weights: str | None) -> Term:
         return exact("weights", stored, f"as stored: {kinds}")
     if counted is None:
         return Term("weights", 0, "unknown", 0, 0, "the config does not say enough to count parameters")
-    name, bits = weight_bits(weights if weights not in (None, "native", "auto") else geometry.dtype)
+    name, bits = weight_bits(published(geometry) if weights in (None, "native", "auto") else weights)
     nbytes = int(counted.total * bits) // 8
     if name in WIDE_TYPES:
         return exact("weights", nbytes, f"{counted.total:,} parameters x {bits / 8:g} B ({name})")

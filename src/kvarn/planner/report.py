@@ -74,6 +74,9 @@ def kv_lines(plan: Plan) -> list[str]:
     ):
         row = [name, f"{whole:,} B", show_both(whole)]
         rows.append([*row, f"a rank: {rank:,} B"] if plan.tp * plan.pp * plan.dp > 1 else row)
+    if kv.bytes_per_token_in_window != kv.bytes_per_token:
+        inside = kv.bytes_per_token_in_window
+        rows.insert(1, ["a token inside every window", f"{inside:,} B", show_both(inside)])
     return ["KV cache", *table(rows)]
 
 

@@ -31,9 +31,10 @@ class RankKV:
 class KVFigures:
     """Cache bytes of the whole model, as one device would store it.
 
-    bytes_per_token: what one more token adds to a sequence whose windows are full. bytes_per_sequence: what a
-    sequence of the planned context holds (blocks rounded, windows and state counted). bytes_total = k_bytes + v_bytes +
-    state_bytes: of all planned sequences. rank: the same on the fullest rank.
+    bytes_per_token: what one more token adds to a sequence whose windows are full; where every layer has a window, what
+    it adds before they are. bytes_per_token_in_window: what a token adds while every layer keeps it.
+    bytes_per_sequence: what a sequence of the planned context holds (blocks rounded, windows and state counted).
+    bytes_total = k_bytes + v_bytes + state_bytes: of all planned sequences. rank: the same on the fullest rank.
     """
 
     bytes_per_token: int
@@ -42,6 +43,7 @@ class KVFigures:
     k_bytes: int
     v_bytes: int
     state_bytes: int
+    bytes_per_token_in_window: int
     k_format: str
     v_format: str
     rank: RankKV

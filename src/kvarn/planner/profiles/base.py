@@ -147,6 +147,11 @@ def token_bytes(spec: LayerSpec, settings: Settings) -> Split:
     return Split(k=row_format(k).row(spec.kv_heads, spec.k_dim) + index, v=row_format(v).row(spec.kv_heads, spec.v_dim))
 
 
+def served_dtype(dtype: str) -> str:
+    """The number type that GPU engines run a model in: float32 checkpoints are served in float16."""
+    return "f16" if dtype == "float32" else dtype
+
+
 def index_bytes(spec: LayerSpec) -> int:
     """A sparse indexer's key: one fp8 a number and one float32 scale per 128 of them (DeepSeek-V3.2)."""
     return spec.index_dim + 4 * -(-spec.index_dim // 128)

@@ -17,6 +17,7 @@ from kvarn.planner.profiles.base import (
     add,
     index_bytes,
     pad,
+    served_dtype,
     state_bytes,
     token_bytes,
 )
@@ -137,7 +138,7 @@ class SglangCache(EngineCache):
 def resolve(settings: Settings, dtype: str) -> Settings:
     """Fill in SGLang's defaults."""
     s = settings
-    kv = dtype if s.kv_k in (None, "auto") else s.kv_k
+    kv = served_dtype(dtype) if s.kv_k in (None, "auto") else s.kv_k
     return replace(s, kv_k=kv, kv_v=kv if s.kv_v in (None, "auto") else s.kv_v, batched_tokens=s.batched_tokens or 8192)
 
 

@@ -16,6 +16,7 @@ from kvarn.planner.profiles.base import (
     Split,
     ceil_div,
     pad,
+    served_dtype,
     state_bytes,
     token_bytes,
 )
@@ -99,7 +100,7 @@ class TensorRtCache(EngineCache):
 def resolve(settings: Settings, dtype: str) -> Settings:
     """Fill in TensorRT-LLM's defaults."""
     s = settings
-    kv = dtype if s.kv_k in (None, "auto") else s.kv_k
+    kv = served_dtype(dtype) if s.kv_k in (None, "auto") else s.kv_k
     return replace(s, kv_k=kv, kv_v=kv if s.kv_v in (None, "auto") else s.kv_v, batched_tokens=s.batched_tokens or 8192)
 
 

@@ -22,6 +22,7 @@ from kvarn.planner.profiles.base import (
     add,
     ceil_div,
     pad,
+    served_dtype,
     state_bytes,
     token_bytes,
 )
@@ -230,7 +231,7 @@ class VllmCache(EngineCache):
 def resolve(settings: Settings, dtype: str) -> Settings:
     """Fill in vLLM's defaults."""
     s = settings
-    kv = {"auto": dtype, None: dtype}.get(s.kv_k, s.kv_k)
+    kv = served_dtype(dtype) if s.kv_k in ("auto", None) else s.kv_k
     align = not s.version.before(*ALIGN) and s.prefix_caching is not False and not s.draft_tokens
     return replace(
         s,
