@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvarn.kernels.api import Attended, AttendParams, PoolView, StepRows, TableView
+from kvarn.kernels.reference.codecs import decode
 
 QUERY_TILE = 128
 BLOCK_TILE = 16
@@ -25,7 +26,7 @@ def attend(
     tokens, query_heads, _ = q.shape
     kv_heads = pools[0].k[0].shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros((tokens, query_heads, pools[0].v[0].shape[-1]))
+    out = q.new_zeros((tokens, query_heads, value_dim(pools[0])))
     lse = torch.full((tokens, query_heads), -torch.inf, dtype=wide, device=q.device)
     starts = rows.query_start.tolist()
     per_head = table.head_stride != 0
@@ -77,7 +78,7 @@ def _attend_rows(
     grouped = q.reshape(tile, len(heads), -1, dim).permute(1, 2, 0, 3)  # [h, G, t, D]
     peak = q.new_full(grouped.shape[:3], -torch.inf)
     total = q.new_zeros(grouped.shape[:3])
-    mixed = q.new_zeros((*grouped.shape[:3], pools[0].v[0].shape[-1]))
+    mixed = q.new_zeros((*grouped.shape[:3], value_dim(pools[0])))
     for index, blocks in runs:
         k, v, at = read_blocks(pools[index], blocks, layer, heads, q.dtype)
         seen = visible(positions, at, params)
@@ -103,14 +104,18 @@ def read_blocks(
     pool: PoolView, blocks: Tensor, layer: int, heads: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k [h, D, n * B], v [h, n * B, E] and positions [n * B] of some blocks. Slots that hold nothing read as zero."""
-    (k_store,), (v_store,) = pool.k, pool.v
-    at = pool.positions[blocks]
-    held = at >= 0
-    k = k_store[blocks, layer][:, heads].to(dtype).masked_fill(~held[:, None, None, :], 0.0)
-    v = v_store[blocks, layer][:, heads].to(dtype).masked_fill(~held[:, None, :, None], 0.0)
-    k = k.permute(1, 2, 0, 3).flatten(2)
+    held = pool.positions[blocks] >= 0
+    k_parts, v_parts = (tuple(t[blocks, layer][:, heads] for t in side) for side in (pool.k, pool.v))
+    k = decode(pool.format.k, k_parts, dtype, tokens_in_row=True).masked_fill(~held[:, None, :, None], 0.0)
+    v = decode(pool.format.v, v_parts, dtype, tokens_in_row=False).masked_fill(~held[:, None, :, None], 0.0)
+    k = k.permute(1, 3, 0, 2).flatten(2)
     v = v.permute(1, 0, 2, 3).flatten(1, 2)
-    return k, v, at.flatten()
+    return k, v, pool.positions[blocks].flatten()
+
+
+def value_dim(pool: PoolView) -> int:
+    """Channels of a value; packed formats store fewer elements."""
+    return pool.format.v.elements(pool.v[0].shape[-1])
 
 
 def visible(positions: Tensor, at: Tensor, params: AttendParams) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.kernels.api import Attended, AttendParams, PoolView, Rope, StepRows, TableView
-from kvarn.kernels.reference.attend import attend
+from kvarn.kernels.reference.attend import attend, value_dim
+from kvarn.kernels.reference.codecs import decode, encode
 from kvarn.kernels.reference.mass import add_mass
 
 
@@ -106,7 +107,7 @@ class ReferenceBackend:
         add_mass(q, lse, rows, table, pools, layer, params, mass)
 
     def move_slots(self, pool: PoolView, source: Tensor, target: Tensor) -> None:
-        size, dims = pool.block_size, (pool.k[0].shape[-2], pool.v[0].shape[-1])
+        size, dims = pool.block_size, (pool.k[0].shape[-2], value_dim(pool))
         layouts = (*pool.format.k.k_layout(dims[0], size), *pool.format.v.v_layout(dims[1], size))
         for tensor, layout in zip((*pool.k, *pool.v), layouts, strict=True):
             if layout.token_axis is None:
@@ -115,12 +116,22 @@ class ReferenceBackend:
             by_slot[target // size, target % size] = by_slot[source // size, source % size]
 
     def seal(self, source: PoolView, source_blocks: Tensor, target: PoolView, target_blocks: Tensor) -> None:
-        for stored, taken in zip((*target.k, *target.v), (*source.k, *source.v), strict=True):
-            held(stored)[target_blocks] = held(taken)[source_blocks].to(stored.dtype)
+        filled = (source.positions[source_blocks] >= 0)[:, None, None]
+        sides = (
+            (source.format.k, source.k, target.format.k, target.k),
+            (source.format.v, source.v, target.format.v, target.v),
+        )
+        for in_row, (have, taken, want, stored) in zip((True, False), sides, strict=True):
+            parts = tuple(held(t)[source_blocks] for t in taken)
+            wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+            x = decode(have, parts, wide, tokens_in_row=in_row)
+            for tensor, made in zip(stored, encode(want, x, filled, tokens_in_row=in_row), strict=True):
+                held(tensor)[target_blocks] = made
 
     def decode(self, pool: PoolView, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        (k,), (v,) = pool.k, pool.v
-        return k[blocks].float(), v[blocks].float()
+        k = decode(pool.format.k, [t[blocks] for t in pool.k], torch.float32, tokens_in_row=True)
+        v = decode(pool.format.v, [t[blocks] for t in pool.v], torch.float32, tokens_in_row=False)
+        return k.transpose(-1, -2).contiguous(), v
 
     def copy_blocks(self, pool: PoolView, source: Tensor, target: Tensor) -> None:
         for stored in (*pool.k, *pool.v):

@@ -37,8 +37,9 @@ struct Block {  // one side of one block, as floats
 inline void encode_float(int codec, const Block& b, uint8_t* out) {
   const int64_t count = int64_t(b.n_rows) * b.n;
   for (int64_t i = 0; i < count; i++) {
-    if (codec == kFP8) out[i] = float_fp8(b.x[i]);
-    else store_float(out, i, codec, b.x[i]);
+    float x = b.held[b.tokens_in_row ? i % b.n : i / b.n] < 0 ? 0.0f : b.x[i];
+    if (codec == kFP8) out[i] = float_fp8(x);
+    else store_float(out, i, codec, x);
   }
 }
 
