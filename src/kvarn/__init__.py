@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvarn.core.options import EngineOptions
     from kvarn.core.requests import Completion, Delta, RequestOutput, SamplingParams
     from kvarn.engine.llm import LLM
+    from kvarn.planner.api import plan
+    from kvarn.planner.result import Plan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,9 +23,11 @@ __all__ = [
     "EngineOptions",
     "KvarnError",
     "LLM",
+    "Plan",
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "plan",
 ]
 
 _HOMES = {
@@ -32,8 +36,10 @@ _HOMES = {
     "EngineOptions": "kvarn.core.options",
     "KvarnError": "kvarn.core.errors",
     "LLM": "kvarn.engine.llm",
+    "Plan": "kvarn.planner.result",
     "RequestOutput": "kvarn.core.requests",
     "SamplingParams": "kvarn.core.requests",
+    "plan": "kvarn.planner.api",
 }
 
 
