@@ -20,6 +20,7 @@ from kvarn.kv.prefix_node import Node, Part, PoolKey, Shelf, oldest
 from kvarn.kv.prefix_why import Complete, Evicted, Mismatch, NeverSeen, OtherIdentity, Why, WindowGone
 
 GHOSTS = 1 << 14  # keys of evicted blocks that are remembered, to say why a lookup missed
+NEIGHBOURS = 8  # children looked at on each side for a partial match
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +139,17 @@ class PrefixIndex:
         return usable, lacking
 
     def _partial(self, parent: Node, wanted: tuple[int, ...]) -> tuple[Node | None, int]:
-        """The child that begins with the most of `wanted`: a neighbour of it in sorted order."""
-        at = bisect_left(parent.children, wanted, key=_tokens)
+        """The child that begins with the most of `wanted` and has all its blocks. In sorted order it stands next to
+        where `wanted` would; a few steps further, where a window group's part is gone there."""
+        children = parent.children
+        at = bisect_left(children, wanted, key=_tokens)
         best, most = None, 0
-        for node in parent.children[max(0, at - 1) : at + 1]:
-            n = _common(node.tokens, wanted)
-            if n > most and all(part is not None for part in node.parts):
-                best, most = node, n
+        for side in (children[at : at + NEIGHBOURS], children[max(0, at - NEIGHBOURS) : at][::-1]):
+            for node in side:
+                if (n := _common(node.tokens, wanted)) <= most:
+                    break
+                if all(part is not None for part in node.parts):
+                    best, most = node, n
         return best, most
 
     def parts(self, match: Match, group: int) -> tuple[Part, ...]:
