@@ -48,6 +48,14 @@ class BlocksSealed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixEvicted(Event):
+    """Blocks that only the prefix index held made room for others (seq_id -1: they belonged to none)."""
+
+    n_blocks: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceReleased(Event):
     """All of the sequence's blocks were given back."""
 

@@ -19,7 +19,8 @@ class EngineOptions:
     weights: float32 | bfloat16 | native. kv: a KV format's name, or k=NAME,v=NAME. kv_memory_bytes: budget of all
     pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step at most (prefill chunks
     and decode rows together). residual_tokens: newest tokens that stay in full precision before a quantized format
-    seals them. grain: how finely block tables are cut. poison: fill free slots with NaN, so that reading one shows
+    seals them. grain: how finely block tables are cut. prefix_caching: keep the blocks of finished sequences for those
+    that begin alike. poison: fill free slots with NaN, so that reading one shows
     (tests).
     """
 
@@ -35,6 +36,7 @@ class EngineOptions:
     backend: str | None = None
     threads: int | None = None
     grain: Grain = "group"
+    prefix_caching: bool = True
     poison: bool = False
 
 

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from kvarn.core.events import EventSink
-from kvarn.core.files import ModelFiles
+from kvarn.core.files import ModelFiles, fingerprint
 from kvarn.core.options import CachePlan, EngineOptions
 from kvarn.engine.engine import Cache, Engine
 from kvarn.engine.scheduler import Scheduler, SchedulerConfig
@@ -40,13 +40,19 @@ def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | No
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(files)
     model = load_model(files, options.weights)
-    return assemble(model, tokenizer, backend, options, emit)
+    return assemble(model, tokenizer, backend, options, emit, fingerprint=fingerprint(files.path))
 
 
 def assemble(
-    model: CausalLM, tokenizer: Tokenizer, backend: Backend, options: EngineOptions, emit: EventSink | None = None
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    backend: Backend,
+    options: EngineOptions,
+    emit: EventSink | None = None,
+    *,
+    fingerprint: str = "",
 ) -> Parts:
-    """An engine around a model that is already loaded."""
+    """An engine around a model that is already loaded. fingerprint: identity of its weights."""
     plan = plan_cache(
         model.layers,
         options,
@@ -60,15 +66,24 @@ def assemble(
         context_tokens=plan.context_tokens,
         recompute_all=plan.mode == "none",
     )
-    cache = _cache(plan, model, backend, options, emit)
+    model_id = f"{fingerprint} {options.weights} {backend.name}"
+    shares = options.prefix_caching and not model.rope_by_length
+    cache = _cache(plan, model, backend, options, emit, model_id if shares else None)
     engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache))
     return Parts(model, tokenizer, plan, engine)
 
 
-def _cache(plan: CachePlan, model: CausalLM, backend: Backend, options: EngineOptions, emit: EventSink | None) -> Cache:
+def _cache(
+    plan: CachePlan,
+    model: CausalLM,
+    backend: Backend,
+    options: EngineOptions,
+    emit: EventSink | None,
+    model_id: str | None,
+) -> Cache:
     if plan.mode == "none":
         return RecomputeCache(plan, model.layers, backend, poison=options.poison)
-    return CacheManager(plan, model.layers, backend, poison=options.poison, emit=emit)
+    return CacheManager(plan, model.layers, backend, poison=options.poison, emit=emit, model_id=model_id)
 
 
 def with_overrides(options: EngineOptions | None, overrides: dict[str, object]) -> EngineOptions:

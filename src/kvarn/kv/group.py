@@ -104,8 +104,9 @@ class CacheGroup:
         """The target's own blocks hold what the source's hold (contiguous baseline)."""
         columns = blocks_for(int(self.tables.fill[source]), self.block_size)
         taken, given = (self.tables.block[row, :columns].tolist() for row in (source, target))
-        self.backend.copy_blocks(self.views[OPEN], torch.tensor(taken), torch.tensor(given))
-        self.pools[OPEN].copy(taken, given)
+        if columns:
+            self.backend.copy_blocks(self.views[OPEN], torch.tensor(taken), torch.tensor(given))
+            self.pools[OPEN].copy(taken, given)
         self.tables.fill[target] = self.tables.fill[source]
 
     def clear_row(self, row: int) -> None:
@@ -154,12 +155,13 @@ class CacheGroup:
         column = np.minimum(fill // self.block_size, self.tables.columns - 1)
         return (fill % self.block_size != 0) & (self.pools[OPEN].refs[self.tables.block[rows, column]] > 1)
 
-    def short_by(self, want: int) -> int:
-        """How many of the wanted blocks are missing. Each open block must also find a sealed one later."""
-        short = want - self.pools[OPEN].free_blocks
+    def short_by(self, want: int) -> dict[int, int]:
+        """For each pool that lacks some: how many of the wanted blocks are missing. Each open block must also find a
+        sealed one later."""
+        short = {OPEN: want - self.pools[OPEN].free_blocks}
         if len(self.pools) > 1:
-            short = max(short, want - (self.pools[SEALED].free_blocks - self._open_columns))
-        return max(0, short)
+            short[SEALED] = want - (self.pools[SEALED].free_blocks - self._open_columns)
+        return {pool: n for pool, n in short.items() if n > 0}
 
     def take(self, row: int, new_tokens: int) -> tuple[int, ...]:
         """Take what blocks_wanted says; the caller made sure that it is there. Returns the new blocks."""
@@ -192,6 +194,35 @@ class CacheGroup:
         self.tables.replace(row, column, pool, taken[0])
         return taken[0]
 
+    def adopt_block(self, row: int, pool: int, block: int) -> None:
+        """The row goes on with a full block that is held already."""
+        self.pools[pool].share((block,))
+        self.tables.append(row, pool, (block,))
+        self.tables.fill[row] += self.block_size
+        self._open_columns += pool == OPEN
+
+    def copy_blocks_to(self, row: int, blocks: list[int], tokens: int) -> None:
+        """Each row of the sequence goes on with a copy of one of these open blocks, of which the first `tokens` slots
+        count. The caller made sure that blocks are free."""
+        taken = self.pools[OPEN].take(len(blocks))
+        assert taken is not None, "took without asking for room first"
+        self.backend.copy_blocks(self.views[OPEN], torch.tensor(blocks), torch.tensor(taken))
+        self.pools[OPEN].copy(blocks, taken)
+        for offset, block in enumerate(taken):
+            self.tables.append(row + offset, OPEN, (block,))
+            self.tables.fill[row + offset] += tokens
+            self._empty(np.arange(block * self.block_size + tokens, (block + 1) * self.block_size))
+        self._open_columns += len(taken)
+
+    def free_reference(self, pool: int, block: int) -> None:
+        """Give back a reference that no table holds (the prefix index's)."""
+        freed = self.pools[pool].give_back((block,))
+        if pool == OPEN:
+            for each in freed:
+                self._sealed_as.pop(each, None)
+        if freed and self.poison:
+            self.stores[pool].poison(freed)
+
     def reserve_run(self, row: int, blocks: int) -> bool:
         """Take `blocks` consecutive blocks for a new row (contiguous baseline)."""
         taken = self.pools[OPEN].take_run(blocks)
@@ -218,7 +249,9 @@ class CacheGroup:
 
     def empty_slots(self, row: int, begin: int, end: int) -> None:
         """Slots that were written ahead of `fill` hold nothing again."""
-        slots = self._slots(self.rows(row)[:, None], np.arange(begin, end)[None, :]).reshape(-1)
+        self._empty(self._slots(self.rows(row)[:, None], np.arange(begin, end)[None, :]).reshape(-1))
+
+    def _empty(self, slots: np.ndarray) -> None:
         self.pools[OPEN].empty(slots)
         if self.poison:
             self.stores[OPEN].poison_slots(torch.from_numpy(slots))

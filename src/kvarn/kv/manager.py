@@ -7,12 +7,18 @@ operands) -> the model runs -> `commit` each sequence (what counts, stays) or `a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from kvarn.core.errors import IncompatiblePlan
-from kvarn.core.events import BlocksDropped, BlocksTaken, EventSink, SequenceAdmitted, SequenceReleased
+from kvarn.core.events import (
+    BlocksDropped,
+    BlocksTaken,
+    EventSink,
+    PrefixEvicted,
+    SequenceAdmitted,
+    SequenceReleased,
+)
 from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
@@ -21,32 +27,19 @@ from kvarn.kv.eviction import keep_places
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, SequenceView, Signal
+from kvarn.kv.prefix import Match
 from kvarn.kv.reading import group_view
+from kvarn.kv.sharing import PrefixSharing
 from kvarn.kv.signals import NOTHING, QueryRing, Wants
 from kvarn.kv.sizing import blocks_for
+from kvarn.kv.state import SequenceState
 from kvarn.kv.stats import CacheMemory, measure, measure_sequence
 from kvarn.kv.step import CacheStep, Span, build_step
 
 
-@dataclass(slots=True)
-class SequenceState:
-    """One admitted sequence. rows: its first table row in each group. length: tokens whose K and V are in the cache;
-    reserved: how many could be, before another block is taken. token_ids: the committed tokens. policy: what decides
-    over its blocks; rings: the queries it reads, for each group; filled: the last step filled a block."""
-
-    seq_id: int
-    rows: tuple[int, ...]
-    length: int = 0
-    reserved: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    policy: KVPolicy | None = None
-    prompt_tokens: int = 0
-    rings: tuple[QueryRing | None, ...] = ()
-    filled: bool = False
-
-
 class CacheManager:
-    """The paged cache of one engine; in mode 'contiguous' the baseline that reserves the whole context at once."""
+    """The paged cache of one engine. model_id, a fingerprint of the weights and of how they are computed, turns prefix
+    caching on. In mode 'contiguous' it is the baseline that reserves the whole context at once."""
 
     def __init__(
         self,
@@ -57,6 +50,7 @@ class CacheManager:
         device: torch.device | str = "cpu",
         poison: bool = False,
         emit: EventSink | None = None,
+        model_id: str | None = None,
     ) -> None:
         self.plan, self.backend = plan, backend
         self._emit = emit or (lambda event: None)
@@ -65,6 +59,8 @@ class CacheManager:
         self.places = layer_places(layers, plan)
         self.sequences: dict[int, SequenceState] = {}
         self._assigned: dict[int, tuple[KVPolicy | None, int]] = {}
+        sharable = plan.mode == "paged" and model_id is not None
+        self.prefixes = PrefixSharing(self.groups, plan.block_size, model_id or "") if sharable else None
         self.peak = measure(self)
 
     # -- admission and room ---------------------------------------------------------------------------------------
@@ -85,33 +81,53 @@ class CacheManager:
     def admit(
         self, seq_id: int, token_ids: Sequence[int], namespace: bytes, *, headroom_tokens: int = 0, reuse: bool = True
     ) -> int | NoRoom:
-        """Register a sequence; returns how many of its tokens are already cached. Takes no block yet, but for the
-        contiguous baseline, which takes all that the context could need."""
+        """Register a sequence; returns how many of its tokens are already cached: those that the prefix index holds of
+        its namespace. Takes no new block yet, but for a partly used prefix block's copy, and for the contiguous
+        baseline, which takes all that the context could need."""
         assert seq_id not in self.sequences, f"sequence {seq_id} admitted twice"
-        if short := self._admission_short(len(token_ids), headroom_tokens):
+        if len(self.sequences) >= self.plan.max_seqs:
+            return self._no_slot()
+        policy, prompt_tokens = self._assigned.get(seq_id, (None, 0))
+        match = None
+        if self.prefixes is not None and policy is None:
+            match = self.prefixes.lookup(token_ids if reuse else (), namespace)
+        place = self.prefixes.index.acquire(match) if self.prefixes and match else None
+        if short := self._admission_short(len(token_ids), headroom_tokens, match):
+            if self.prefixes and place:
+                self.prefixes.index.unpin(place)
             return short
-        state = SequenceState(seq_id, tuple(g.take_row() for g in self.groups))
-        state.policy, state.prompt_tokens = self._assigned.get(seq_id, (None, 0))
-        state.rings = _rings(state.policy, self.groups)
+        state = SequenceState(seq_id, tuple(g.take_row() for g in self.groups), place=place)
+        state.policy, state.prompt_tokens, state.rings = policy, prompt_tokens, _rings(policy, self.groups)
         self.sequences[seq_id] = state
         if self.plan.mode == "contiguous" and (short := self._reserve_context(state)):
             self.release(seq_id)
             return short
-        self._emit(SequenceAdmitted(seq_id, 0))
-        return 0
+        if self.prefixes and match:
+            state.indexed = len(match.nodes)
+            state.token_ids.extend(token_ids[: self.prefixes.take_over(state, match)])
+        self._emit(SequenceAdmitted(seq_id, state.length))
+        return state.length
 
-    def _admission_short(self, tokens: int, headroom_tokens: int) -> NoRoom | None:
-        if len(self.sequences) >= self.plan.max_seqs:
-            return NoRoom(0, f"sequence slots: all {self.plan.max_seqs} are in use")
+    def _no_slot(self) -> NoRoom:
+        return NoRoom(0, f"sequence slots: all {self.plan.max_seqs} are in use")
+
+    def _admission_short(self, tokens: int, headroom_tokens: int, match: Match | None) -> NoRoom | None:
+        """Whether the blocks of so many tokens would fit beside the headroom, not counting those that were found."""
         if self.plan.mode == "contiguous":
             return None
         for index, group in enumerate(self.groups):
-            for pool, _, need in group.peak_blocks(tokens):
-                headroom = blocks_for(headroom_tokens, self.plan.block_size) * group.rows_per_seq
-                short = need + headroom - pool.free_blocks
+            found = len(self.prefixes.index.parts(match, index)) if self.prefixes and match else 0
+            headroom = blocks_for(headroom_tokens, self.plan.block_size)
+            for at, (pool, _, need) in enumerate(group.peak_blocks(tokens)):
+                shared = found if at == len(group.pools) - 1 else 0
+                free = pool.free_blocks + self._spare(index, at)
+                short = need + (headroom - shared) * group.rows_per_seq - free
                 if short > 0:
                     return NoRoom(short, group.describe(index))
         return None
+
+    def _spare(self, group: int, pool: int) -> int:
+        return self.prefixes.spare_blocks(group, pool) if self.prefixes else 0
 
     def _reserve_context(self, state: SequenceState) -> NoRoom | None:
         blocks = blocks_for(self.plan.context_tokens, self.plan.block_size)
@@ -130,13 +146,24 @@ class CacheManager:
         new = to_tokens - state.length
         wants = [g.blocks_wanted(r, new) for g, r in zip(self.groups, state.rows, strict=True)]
         for index, (group, want) in enumerate(zip(self.groups, wants, strict=True)):
-            if short := group.short_by(want):
+            if short := self._make_room(index, want):
                 return NoRoom(short, group.describe(index))
         for index, (group, row, want) in enumerate(zip(self.groups, state.rows, wants, strict=True)):
             if want and (taken := group.take(row, new)):
                 self._emit(BlocksTaken(seq_id, index, 0, taken))
         self._note_slots(state)
         return None
+
+    def _make_room(self, index: int, want: int) -> int:
+        """Evict what only the prefix index holds, if that is enough for `want` blocks; returns how many are missing."""
+        group = self.groups[index]
+        for pool, short in group.short_by(want).items():
+            if short > self._spare(index, pool):
+                return short - self._spare(index, pool)
+            assert self.prefixes is not None
+            for gone in self.prefixes.make_room(index, pool, short):
+                self._emit(PrefixEvicted(-1, len(gone.blocks), str(gone)))
+        return 0
 
     def _note_slots(self, state: SequenceState) -> None:
         """Write down how far the sequence can grow without another block."""
@@ -147,11 +174,13 @@ class CacheManager:
         """A new sequence that shares all of the parent's blocks; each copies the last, partly filled one when it first
         writes into it. In the contiguous baseline the child gets a reservation of its own and a copy."""
         if len(self.sequences) >= self.plan.max_seqs:
-            return NoRoom(0, f"sequence slots: all {self.plan.max_seqs} are in use")
+            return self._no_slot()
         parent = self.sequences[parent_id]
         rows = tuple(g.take_row() for g in self.groups)
         child = SequenceState(child_id, rows, parent.length, parent.length, list(parent.token_ids))
         self.sequences[child_id] = child
+        if self.prefixes is not None:
+            self.prefixes.fork(parent, child)
         if self.plan.mode == "contiguous" and (short := self._reserve_context(child)):
             self.release(child_id)
             return short
@@ -167,6 +196,8 @@ class CacheManager:
         state = self.sequences.pop(seq_id)
         for group, row in zip(self.groups, state.rows, strict=True):
             group.clear_row(row)
+        if self.prefixes is not None:
+            self.prefixes.leave(state)
         self._emit(SequenceReleased(seq_id))
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -200,7 +231,11 @@ class CacheManager:
             if written > kept:
                 group.empty_slots(row, kept, written)
             if group.advance(row, kept):
+                state.filled = True
                 group.seal_rows(row)
+        if state.filled and self.prefixes is not None:
+            self.prefixes.feed(state)
+        for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
             if dropped := group.drop_behind_window(row, state.length, kept):
                 self._emit(BlocksDropped(seq_id, index, dropped, "behind the window"))
 
@@ -280,7 +315,10 @@ class CacheManager:
     def check(self) -> None:
         """Every ledger balances, and each held block is referenced exactly as often as tables name it."""
         for index, group in enumerate(self.groups):
-            group.check([s.rows[index] for s in self.sequences.values()])
+            also = self.prefixes.named(index) if self.prefixes else None
+            group.check([s.rows[index] for s in self.sequences.values()], also)
+        if self.prefixes is not None:
+            self.prefixes.index.check()
 
 
 def governs(policy: KVPolicy, group: CacheGroup) -> bool:

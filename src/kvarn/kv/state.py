@@ -1,0 +1,30 @@
+"""One admitted sequence, as the manager keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvarn.kv.policies.base import KVPolicy
+from kvarn.kv.prefix_node import Node
+from kvarn.kv.signals import QueryRing
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """rows: its first table row in each group. length: tokens whose K and V are in the cache; reserved: how many could
+    be, before another block is taken. token_ids: the committed tokens. policy: what decides over its blocks; rings: the
+    queries it reads, for each group; filled: the last step filled a block. place: where it stands in the prefix index,
+    None where it has no part in it; indexed: its blocks that the index knows.
+    """
+
+    seq_id: int
+    rows: tuple[int, ...]
+    length: int = 0
+    reserved: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    policy: KVPolicy | None = None
+    prompt_tokens: int = 0
+    rings: tuple[QueryRing | None, ...] = ()
+    filled: bool = False
+    place: Node | None = None
+    indexed: int = 0
