@@ -35,6 +35,22 @@ class ModelEntry:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceEntry:
+    """An accelerator or processor. flops: dense FLOP/s by number type. link_bytes_per_s: to its peers, one direction.
+    accelerator: False for a CPU, whose memory is what one socket takes at most."""
+
+    name: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float | None
+    flops: Mapping[str, float]
+    link_bytes_per_s: float | None
+    also: tuple[str, ...]
+    accelerator: bool
+    source: str
+    note: str = ""
+
+
 def normalise(name: str) -> str:
     """One spelling of a model's name: 'meta-llama/Llama-3.1-8B-Instruct', 'llama3.1:8b' -> 'llama3.18b'."""
     found = re.sub(r"[\s_:]+", "-", name.strip().lower().rsplit("/", 1)[-1])
@@ -65,6 +81,46 @@ def load_model(name: str) -> ModelEntry:
     if found := find_model(name):
         return found
     raise UnknownName("model", name, model_names())
+
+
+def device_entries() -> tuple[DeviceEntry, ...]:
+    """Every device of the catalogue, maker by maker."""
+    return tuple(_devices().values())
+
+
+def find_device_entry(name: str) -> DeviceEntry | None:
+    """The device that `name` means, whatever its spelling ('NVIDIA H100', 'rtx4090', 'A100-SXM-80GB'), or None."""
+    return _devices().get(_device_spellings().get(_normalise_device(name), ""))
+
+
+def _normalise_device(name: str) -> str:
+    found = re.sub(r"\b(nvidia|amd|intel|apple|google|aws|geforce|radeon|instinct|tesla|platinum)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9+]", "", found)
+
+
+@cache
+def _devices() -> Mapping[str, DeviceEntry]:
+    return {name: _device_entry(name, e) for content in _contents("devices") for name, e in content["devices"].items()}
+
+
+def _device_entry(name: str, entry: Mapping[str, Any]) -> DeviceEntry:
+    return DeviceEntry(
+        name=name,
+        memory_bytes=entry["memory_bytes"],
+        bandwidth_bytes_per_s=entry.get("bandwidth_bytes_per_s"),
+        flops=entry["flops"],
+        link_bytes_per_s=entry.get("link_bytes_per_s"),
+        also=tuple(entry.get("also", ())),
+        accelerator=entry.get("accelerator", True),
+        source=entry["source"],
+        note=entry.get("note", ""),
+    )
+
+
+@cache
+def _device_spellings() -> Mapping[str, str]:
+    aliases = {_normalise_device(other): e.name for e in _devices().values() for other in e.also}
+    return aliases | {_normalise_device(name): name for name in _devices()}
 
 
 @cache
