@@ -88,6 +88,10 @@ class Gate:
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The whole body. Raises ApiError 413, 408, 400."""
         most = self._context.settings.max_body_bytes
+        kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a browser sends other types from any page without asking
+            what = f"the body's Content-Type is {kind[:100] or 'missing'}"
+            raise ApiError(400, what, code="content_type", fixes=("send Content-Type: application/json",))
         stated = _header(scope, b"content-length")
         if stated.isdigit() and int(stated) > most:
             raise _too_large(int(stated), most)

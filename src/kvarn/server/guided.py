@@ -68,7 +68,10 @@ class GuideMaker:
 
     def make(self, wanted: ResponseFormat | None, structured: StructuredOutputs | None) -> Guide | None:
         """None where nothing is constrained. May take a second. Raises ApiError 400."""
-        grammar = _grammar(wanted, structured)
+        try:
+            grammar = _grammar(wanted, structured)
+        except ValueError as error:  # lone surrogates, too
+            raise invalid(f"the constraint is not valid: {error}", code="bad_constraint") from error
         if grammar is None:
             return None
         llguidance = _llguidance()
@@ -138,10 +141,7 @@ def _from_structured(structured: StructuredOutputs | None) -> str | None:
 
 
 def _schema(schema: dict[str, Any]) -> str:
-    try:
-        return _llguidance().LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    except ValueError as error:
-        raise invalid(f"the JSON schema is not valid: {error}", code="bad_constraint") from error
+    return _llguidance().LLMatcher.grammar_from_json_schema(json.dumps(schema))
 
 
 def _regex(pattern: str) -> str:
