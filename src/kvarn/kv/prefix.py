@@ -93,7 +93,7 @@ class PrefixIndex:
         path, why = self._path(root, token_ids, limit) if root else ([], self._absent(identity, token_ids))
         usable, lacking = self._usable(path)
         if usable < len(path):
-            why = WindowGone(lacking, usable * self.block_size)
+            why = WindowGone(usable * self.block_size, lacking)
         tokens = usable * self.block_size
         nodes = tuple(path[:usable])
         source, n_tokens = None, 0
