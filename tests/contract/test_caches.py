@@ -173,3 +173,34 @@ def test_contiguous_serves_more_requests_than_reservations(model: str) -> None:
     asked = [(ids, GREEDY) for ids in prompts()[:6]]
     engine = make_engine(model, cache="contiguous", max_seqs=2)
     assert answers(engine, asked) == answers(make_engine(model), asked)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("blocks", [None, 40, 24])
+def test_a_prefix_hit_changes_no_token(blocks: int | None, model: str) -> None:
+    """The same requests again, and their beginnings, while the index keeps what it can."""
+    engine = make_engine(model, blocks=blocks)
+    asked = many()[4:12]
+    expected = [alone(model, i) for i in range(4, 12)]
+    assert answers(engine, asked) == expected
+    again = Watch(engine)
+    for index, one in enumerate(asked):
+        engine.add_request(f"again {index}", *one)
+    again.finish()
+    found = [again.outputs[f"again {i}"] for i in range(8)]
+    assert [[c.token_ids for c in o.completions] for o in found] == expected
+    assert blocks is not None or all(o.cached_tokens >= (len(o.prompt_ids) - 1) // BLOCK * BLOCK for o in found)
+    assert held_blocks(engine) == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_prefix_caching_off_keeps_nothing(model: str) -> None:
+    engine = make_engine(model, prefix_caching=False)
+    assert answers(engine, many()[4:8]) == [alone(model, i) for i in range(4, 8)]
+    assert engine.cache.memory().blocks == 0
+
+
+@pytest.mark.parametrize("grain", ["group", "layer", "head"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_grain_of_tables_changes_no_token(model: str, grain: str) -> None:
+    assert answers(make_engine(model, grain=grain), many()[4:9]) == [alone(model, i) for i in range(4, 9)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,15 +23,24 @@ from kvarn.kv.sizing import blocks_for, plan_cache, sequence_blocks
 from kvarn.kv.step import Span
 
 HEADS, GROUP, K_DIM, V_DIM = 2, 2, 4, 3
+TEXTS = st.lists(st.integers(1, 2), min_size=1, max_size=24)
 FULL = LayerSpec(HEADS, K_DIM, V_DIM, HEADS * GROUP)
 
 
 @dataclass
 class Story:
-    """What a sequence should hold: a serial number for each token; reach: the length it may reach."""
+    """What a sequence should hold. text: the tokens it will have; serials: for each of those committed, a number that
+    stands for the text up to there, as keys and values do."""
 
-    reach: int
+    text: list[int]
     serials: list[int] = field(default_factory=list)
+
+    def write(self, n_tokens: int) -> list[int]:
+        """Serials of the next tokens."""
+        chain = [self.serials[-1] if self.serials else 0]
+        for token in self.text[len(self.serials) : len(self.serials) + n_tokens]:
+            chain.append(zlib.crc32(bytes([token]), chain[-1]))
+        return chain[1:]
 
 
 def numbers(serials: list[int], layer: int, dim: int, side: int) -> Tensor:
@@ -66,8 +76,9 @@ class ManagerMachine(RuleBasedStateMachine):
         sealed=st.sampled_from([None, None, "float16"]),
         residual=st.sampled_from([0, 1, 5]),
         step_tokens=st.sampled_from([3, 8]),
+        model_id=st.sampled_from([None, "a model", "a model"]),
     )
-    def build(self, block, window, mode, grain, blocks, sealed, residual, step_tokens) -> None:
+    def build(self, block, window, mode, grain, blocks, sealed, residual, step_tokens, model_id) -> None:
         self.layers = [
             FULL,
             FULL if window is None else replace(FULL, window_tokens=window),
@@ -84,29 +95,41 @@ class ManagerMachine(RuleBasedStateMachine):
             grain=grain if mode == "paged" else "group",
         )
         self.plan = make_plan(self.layers, options, blocks, sealed if mode == "paged" else None)
-        self.manager = CacheManager(self.plan, self.layers, load_backend("reference"), poison=True)
+        self.manager = CacheManager(self.plan, self.layers, load_backend("reference"), poison=True, model_id=model_id)
         self.stories: dict[int, Story] = {}
-        self.ids, self.serials = itertools.count(), itertools.count(1)
+        self.ids = itertools.count()
         self.generator = torch.Generator().manual_seed(0)
 
     def free(self) -> list[int]:
         return [p.free_blocks for g in self.manager.groups for p in g.pools]
 
+    def available(self) -> list[int]:
+        """Free blocks, and those that only the prefix index holds."""
+        sharing = self.manager.prefixes
+        spare = [sharing.spare_blocks(i, p) if sharing else 0 for i, p in self.places()]
+        return [f + s for f, s in zip(self.free(), spare, strict=True)]
+
+    def places(self) -> list[tuple[int, int]]:
+        return [(i, p) for i, g in enumerate(self.manager.groups) for p in range(len(g.pools))]
+
+    def whole(self) -> list[int]:
+        return [p.n_blocks for g in self.manager.groups for p in g.pools]
+
     # -- what the engine does -------------------------------------------------------------------------------------
-    @rule(reach=st.integers(1, 24), headroom=st.sampled_from([0, 0, 3]))
-    def admit(self, reach: int, headroom: int) -> None:
+    @rule(text=TEXTS, headroom=st.sampled_from([0, 0, 3]), reuse=st.booleans(), namespace=st.sampled_from([b"", b"x"]))
+    def admit(self, text: list[int], headroom: int, reuse: bool, namespace: bytes) -> None:
         before = self.free()
-        if self.manager.never_fits(reach) is not None:
+        if self.manager.never_fits(len(text)) is not None:
             return
-        seq_id = next(self.ids)
-        prompt = list(range(max(1, reach // 2)))
-        got = self.manager.admit(seq_id, prompt, b"", headroom_tokens=headroom, reuse=False)
+        seq_id, prompt = next(self.ids), text[: max(1, len(text) // 2)]
+        got = self.manager.admit(seq_id, prompt, namespace, headroom_tokens=headroom, reuse=reuse)
         if isinstance(got, NoRoom):
             assert self.stories or headroom, "a sequence that fits was refused by an empty cache"
             assert self.free() == before and seq_id not in self.manager.sequences
             return
-        assert got == 0
-        self.stories[seq_id] = Story(reach)
+        assert 0 <= got < len(prompt) and (not got or (reuse and self.manager.prefixes))
+        self.stories[seq_id] = Story(text)
+        self.stories[seq_id].serials += self.stories[seq_id].write(got)
 
     @precondition(lambda self: getattr(self, "stories", None))
     @rule(data=st.data())
@@ -115,7 +138,7 @@ class ManagerMachine(RuleBasedStateMachine):
         spans, left = [], self.plan.step_tokens
         for seq_id in chosen:
             story = self.stories[seq_id]
-            most = min(left, story.reach - len(story.serials))
+            most = min(left, len(story.text) - len(story.serials))
             if most < 1:
                 continue
             n = data.draw(st.integers(1, most))
@@ -137,7 +160,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def run(self, spans: list[Span], kept: list[int], *, abort: bool) -> None:
         """Write every layer, compare what it attended with the textbook, then commit, roll back, or abort."""
-        written = [[next(self.serials) for _ in range(s.n_tokens)] for s in spans]
+        written = [self.stories[s.seq_id].write(s.n_tokens) for s in spans]
         step = self.manager.begin_step(spans)
         all_serials = list(itertools.chain.from_iterable(written))
         for index, spec in enumerate(self.layers):
@@ -153,8 +176,9 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.abort_step(spans)
             return
         for span, serials, n in zip(spans, written, kept, strict=True):
-            self.manager.commit(span.seq_id, serials[:n], span.n_tokens)
-            self.stories[span.seq_id].serials += serials[:n]
+            story = self.stories[span.seq_id]
+            self.manager.commit(span.seq_id, story.text[span.start : span.start + n], span.n_tokens)
+            story.serials += serials[:n]
 
     def textbook(self, spans, written, q: Tensor, layer: int, params: AttendParams) -> Tensor:
         outs, at = [], 0
@@ -179,13 +203,13 @@ class ManagerMachine(RuleBasedStateMachine):
         """Slots are taken, and the step never comes (its sequence was stalled)."""
         seq_id = data.draw(st.sampled_from(sorted(self.stories)))
         story = self.stories[seq_id]
-        most = min(story.reach, len(story.serials) + self.plan.step_tokens)
+        most = min(len(story.text), len(story.serials) + self.plan.step_tokens)
         if most > len(story.serials):
             self.extend(seq_id, data.draw(st.integers(len(story.serials) + 1, most)))
 
     @precondition(lambda self: getattr(self, "stories", None))
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), other=TEXTS)
+    def fork(self, data: st.DataObject, other: list[int]) -> None:
         parent = data.draw(st.sampled_from(sorted(self.stories)))
         before, child = self.free(), next(self.ids)
         story = self.stories[parent]
@@ -194,7 +218,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         if self.plan.mode == "paged":
             assert self.free() == before, "sharing took a block"
-        self.stories[child] = Story(story.reach, list(story.serials))
+        known = len(story.serials)
+        self.stories[child] = Story([*story.text[:known], *other[: len(story.text) - known]], list(story.serials))
 
     @precondition(lambda self: getattr(self, "stories", None))
     @rule(data=st.data())
@@ -203,18 +228,21 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.release(seq_id)
         del self.stories[seq_id]
 
-    @rule(reach=st.integers(1, 24), chunk=st.integers(1, 8))
-    def alone_it_always_gets_through(self, reach: int, chunk: int) -> None:
+    @rule(text=TEXTS, chunk=st.integers(1, 8))
+    def alone_it_always_gets_through(self, text: list[int], chunk: int) -> None:
+        reach = len(text)
         for seq_id in sorted(self.stories):
             self.manager.release(seq_id)
         self.stories.clear()
-        assert self.manager.memory().blocks == 0
+        assert self.available() == self.whole()
         if self.manager.never_fits(reach) is not None:
             return
         assert self.manager.never_fits(reach - 1) is None, "what fits does not fit with fewer tokens"
         seq_id = next(self.ids)
-        assert self.manager.admit(seq_id, list(range(reach)), b"", reuse=False) == 0
-        self.stories[seq_id] = Story(reach)
+        got = self.manager.admit(seq_id, text, b"")
+        assert isinstance(got, int)
+        story = self.stories[seq_id] = Story(text)
+        story.serials += story.write(got)
         while (done := len(self.stories[seq_id].serials)) < reach:
             n = min(chunk, self.plan.step_tokens, reach - done)
             assert self.extend(seq_id, done + n), "no room although it has the cache to itself"
@@ -284,7 +312,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.release(seq_id)
         if hasattr(self, "manager"):
             self.manager.check()
-            assert self.manager.memory().blocks == 0
+            assert self.available() == self.whole()
 
 
 ManagerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)

@@ -11,6 +11,7 @@ from kvarn.core.requests import Delta, RequestOutput, SamplingParams
 from kvarn.engine.build import assemble
 from kvarn.engine.engine import Engine, StepResult
 from kvarn.kernels import load_backend
+from kvarn.kv.manager import CacheManager
 from kvarn.kv.sizing import plan_cache
 from kvarn.models.base import CausalLM
 from kvarn.text import Tokenizer
@@ -101,5 +102,11 @@ def answers(engine: Engine, asked: Sequence[Asked]) -> list[list[tuple[int, ...]
 
 
 def held_blocks(engine: Engine) -> int:
-    """Blocks that anything holds, over all pools; 0 for a cache without blocks."""
-    return sum(p.held_blocks for g in getattr(engine.cache, "groups", ()) for p in g.pools)
+    """Blocks that sequences hold, over all pools; what only the prefix index keeps for later is not counted."""
+    if not isinstance(engine.cache, CacheManager):
+        return 0
+    sequences = list(engine.cache.sequences.values())
+    found = 0
+    for index, group in enumerate(engine.cache.groups):
+        found += sum(len(named) for named in group.named([s.rows[index] for s in sequences]))
+    return found
