@@ -1,0 +1,116 @@
+"""Load one or more OpenAI-compatible servers and measure what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from kvarn.bench.serve_client import Target
+from kvarn.bench.serve_load import LoadSpec, draw_load, parse_lengths
+from kvarn.bench.serve_report import Goal, Summary, plot, summarise, table
+from kvarn.bench.serve_run import Run, play, with_model
+from kvarn.core.errors import InvalidRequest
+
+RUN_NAMES = ("cold", "warm")
+
+
+@click.command("serve")
+@click.argument("urls", nargs=-1, metavar="[NAME=]URL...")
+@click.option("--conversations", type=int, default=32, show_default=True, help="How many to hold.")
+@click.option(
+    "--turns", type=int, default=1, show_default=True, help="User messages of each; every one brings the history."
+)
+@click.option("--users", type=int, default=8, show_default=True, help="Closed loop: so many at once.")
+@click.option("--rate", type=float, help="Open loop instead: Poisson arrivals, so many conversations a second.")
+@click.option(
+    "--system-tokens", type=int, default=0, show_default=True, help="A system prompt that all share, in words."
+)
+@click.option("--prompt-tokens", default="64", show_default=True, metavar="N|LOW:HIGH", help="User messages, in words.")
+@click.option("--output-tokens", default="64", show_default=True, metavar="N|LOW:HIGH", help="Answers, in tokens.")
+@click.option("--think-s", type=float, default=0.0, help="Mean pause before a further turn.")
+@click.option("--repeat", type=int, default=1, show_default=True, help="Send the same load again (cold, warm, ...).")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the load.")
+@click.option("--api", type=click.Choice(["chat", "completions"]), default="chat", show_default=True)
+@click.option("--model", default="", help="Model name (default: the server's first).")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as the bearer token.")
+@click.option("--stop-at-eos", is_flag=True, help="Let answers end early; else ignore_eos is asked for.")
+@click.option("--goal-ttft-ms", type=float, help="Goodput: first token within so long.")
+@click.option("--goal-tpot-ms", type=float, help="Goodput: mean token within so long.")
+@click.option("--timeout-s", type=float, default=600.0, show_default=True, help="Of one read from a server.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Write all numbers here; - for stdout.",
+)
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a picture of the distributions here.")
+def COMMAND(urls: tuple[str, ...], json_path: Path | None, plot_path: Path | None, repeat: int, **given: Any) -> None:
+    """Load OpenAI-compatible servers, one after the other with the same requests, and measure: requests and tokens a
+    second, time to the first token and per token, goodput under a goal, errors.
+
+    \b
+    kvarn bench serve http://127.0.0.1:8000
+    kvarn bench serve ours=http://127.0.0.1:8000 theirs=http://127.0.0.1:8001 --users 32 --conversations 64 \\
+        --system-tokens 1000 --repeat 2
+    """
+    targets = [_target(url, given) for url in urls or ("http://127.0.0.1:8000",)]
+    spec = LoadSpec(
+        conversations=given["conversations"],
+        turns=given["turns"],
+        users=given["users"],
+        rate_per_s=given["rate"],
+        system_tokens=given["system_tokens"],
+        prompt_tokens=parse_lengths(given["prompt_tokens"]),
+        output_tokens=parse_lengths(given["output_tokens"]),
+        think_s=given["think_s"],
+        seed=given["seed"],
+    )
+    goal = Goal(*(ms / 1000 if ms is not None else None for ms in (given["goal_ttft_ms"], given["goal_tpot_ms"])))
+    runs = asyncio.run(_play_all(targets, spec, max(1, repeat), given["timeout_s"]))
+    summaries = [summarise(run, goal) for run in runs]
+    _show(summaries, spec, json_path)
+    if plot_path is not None:
+        plot(runs, plot_path)
+
+
+def _target(text: str, given: dict[str, Any]) -> Target:
+    name, equals, url = text.partition("=")
+    url = (url if equals else text).rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{text!r} is no address", fixes=("write [NAME=]http://HOST:PORT",))
+    name = name if equals else url.split("//")[1]
+    return Target(name, url, given["model"], given["api"], given["api_key"], not given["stop_at_eos"])
+
+
+async def _play_all(targets: list[Target], spec: LoadSpec, repeat: int, timeout_s: float) -> list[Run]:
+    load = draw_load(spec)
+    console = Console(stderr=True)
+    known = [await with_model(t, timeout_s) for t in targets]
+    runs = []
+    for target in known:
+        for index in range(repeat):
+            name = "" if repeat == 1 else (RUN_NAMES[index] if index < len(RUN_NAMES) else f"run {index + 1}")
+            with console.status(f"{target.name} {name}") as status:
+
+                def progress(done: int, total: int, shown: Any = status, what: str = f"{target.name} {name}") -> None:
+                    shown.update(f"{what}: {done} of {total}")
+
+                runs.append(await play(target, spec, load, name=name, timeout_s=timeout_s, progress=progress))
+    return runs
+
+
+def _show(summaries: list[Summary], spec: LoadSpec, json_path: Path | None) -> None:
+    numbers = {"load": asdict(spec), "runs": [s.as_dict() for s in summaries]}
+    text = json.dumps(numbers, indent=2)
+    if json_path is not None and str(json_path) != "-":
+        json_path.write_text(text + "\n", encoding="utf-8")
+    if json_path is not None and str(json_path) == "-":
+        click.echo(text)
+    else:
+        Console().print(table(summaries))
