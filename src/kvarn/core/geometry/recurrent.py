@@ -33,15 +33,16 @@ class Mixer:
         return replace(attention, state=self.state)
 
 
-def states(c: ConfigReader, conv: int, ssm: int) -> tuple[StateTensor, ...]:
-    """The two tensors, in elements; one of them may be 0."""
+def states(c: ConfigReader, channels: int, columns: int, ssm: int) -> tuple[StateTensor, ...]:
+    """A convolution's last `columns` inputs of `channels` numbers, and a recurrent state of `ssm` numbers; either may
+    be 0."""
     ssm_dtype = str(c.get("mamba_ssm_dtype", "mamba_ssm_cache_dtype", default="float32"))
     model_dtype = str(c.stated("dtype", "torch_dtype") or "bfloat16").removeprefix("torch.")
     found = (
-        ("conv", conv, model_dtype if model_dtype in _FLOATS else "bfloat16"),
-        ("ssm", ssm, ssm_dtype if ssm_dtype in _FLOATS else "float32"),
+        StateTensor("conv", channels * columns, model_dtype if model_dtype in _FLOATS else "bfloat16", columns),
+        StateTensor("ssm", ssm, ssm_dtype if ssm_dtype in _FLOATS else "float32"),
     )
-    return tuple(StateTensor(name, elements, dtype) for name, elements, dtype in found if elements)
+    return tuple(tensor for tensor in found if tensor.elements)
 
 
 def mamba1(
@@ -66,7 +67,7 @@ def mamba1(
         + inner
         + linear(inner, hidden, proj_bias)
     )
-    return Mixer(states(c, inner * (kernel - 1), inner * d_state), parameters)
+    return Mixer(states(c, inner, kernel - 1, inner * d_state), parameters)
 
 
 def mamba2(
@@ -92,7 +93,7 @@ def mamba2(
         + (inner if norm else 0)
         + linear(inner, hidden, proj_bias)
     )
-    return Mixer(states(c, conv * (kernel - 1), inner * d_state), parameters)
+    return Mixer(states(c, conv, kernel - 1, inner * d_state), parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,8 @@ class DeltaHeads:
         return self.value_heads * self.value_dim
 
     def state(self, c: ConfigReader) -> tuple[StateTensor, ...]:
-        conv = (2 * self.key + self.value) * (self.kernel - 1)
-        return states(c, conv, self.value_heads * self.key_dim * self.value_dim)
+        channels = 2 * self.key + self.value
+        return states(c, channels, self.kernel - 1, self.value_heads * self.key_dim * self.value_dim)
 
 
 def delta_heads(c: ConfigReader) -> DeltaHeads:

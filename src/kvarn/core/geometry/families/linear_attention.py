@@ -134,7 +134,7 @@ def _minimax(c: ConfigReader) -> ModelParts:
     """MiniMax-01: lightning attention (a state of head_dim x head_dim a head), full attention in every eighth layer."""
     h, hidden, n_layers = heads(c), hidden_of(c), n_layers_of(c)
     width = h.query * h.k_dim
-    state = states(c, 0, h.query * h.k_dim * h.k_dim)
+    state = states(c, 0, 0, h.query * h.k_dim * h.k_dim)
     mixer = Mixer(state, hidden * 3 * width + width * hidden + hidden * width + width)
     codes = c.per_layer("attn_type_list", n_layers)  # the published spelling: 1 is full attention
     recurrent = [not t for t in codes] if codes else _linear_layers(c, lambda i: (i + 1) % 2 == 0)
@@ -158,7 +158,7 @@ def _lfm2(c: ConfigReader, ffn: FeedForwards) -> ModelParts:
     h, hidden, n_layers = heads(c), hidden_of(c), n_layers_of(c)
     kernel = c.size("conv_L_cache")
     bias = 5 * hidden if c.flag("conv_bias") else 0
-    mixer = Mixer(states(c, hidden * (kernel - 1), 0), 4 * hidden * hidden + hidden * kernel + bias)
+    mixer = Mixer(states(c, hidden, kernel - 1, 0), 4 * hidden * hidden + hidden * kernel + bias)
     full = c.sequence("full_attn_idxs")
     recurrent = _linear_layers(c, lambda i: full is not None and i not in full)
     cost = attention(hidden, h.query, h.kv, h.k_dim, h.v_dim) + 2 * h.k_dim
@@ -190,7 +190,7 @@ def _recurrent_gemma(c: ConfigReader) -> ModelParts:
     window, kernel = c.size("attention_window_size"), c.size("conv1d_width")
     blocks = c.sequence("block_types") or ["recurrent", "recurrent", "attention"]
     mixer = Mixer(
-        states(c, width * (kernel - 1), width),
+        states(c, width, kernel - 1, width),
         3 * (hidden * width + width) + width * kernel + width + width + 2 * (width * width // h.query + width),
     )
     cost = attention(hidden, h.query, h.kv, h.k_dim, h.v_dim, qkv_bias=c.flag("attention_bias"), o_bias=True)
@@ -249,7 +249,7 @@ def _inkling_mixer(c: ConfigReader, h: Heads, slid: bool) -> tuple[int, tuple[St
     extent = c.size("sliding_window_size", "sliding_window") if slid else c.size("rel_extent")
     relative = hidden * h.query * d_rel + d_rel * extent
     cost = attention(hidden, h.query, h.kv, h.k_dim, h.v_dim) + channels * kernel + relative + 2 * h.k_dim
-    return cost, states(c, channels * (kernel - 1), 0)
+    return cost, states(c, channels, kernel - 1, 0)
 
 
 def _inkling_ffn(c: ConfigReader, i: int) -> FeedForward:
