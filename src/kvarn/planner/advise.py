@@ -163,6 +163,10 @@ def _try(
     return Advice(words, kind, after.verdict, saved, at_once, longer, price) if gains else None
 
 
+def _gain(times: float | None) -> str:
+    return "-" if not times else f"{times:.2f}x" if times < 1000 else "no limit"
+
+
 def _used(plan: Plan) -> int:
     return sum(t.bytes for t in plan.terms)
 
@@ -171,13 +175,13 @@ def _times(after: float | None, before: float | None) -> float | None:
     return after / before if after is not None and before else None
 
 
-def advice_lines(found: tuple[Advice, ...], plan: Plan, most: int = 9) -> list[str]:
+def advice_lines(found: tuple[Advice, ...], plan: Plan, most: int = 16) -> list[str]:
     """The advice as a table."""
     if not found:
         return []
     rows = [("change", "then", "saved a device", "users", "context", "price")]
     for a in found[:most]:
-        users, context = (f"{x:.2f}x" if x else "-" for x in (a.concurrency, a.context))
+        users, context = (_gain(x) for x in (a.concurrency, a.context))
         rows.append((a.change, a.verdict.replace("_", " "), show_bytes(a.saved_bytes), users, context, a.price))
     title = "To make it fit, or to get more" if plan.verdict != "fits" else "To get more"
     return [f"{title} (one change at a time; at {show_tokens(plan.context)} tokens)", *table(rows)]

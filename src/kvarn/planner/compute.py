@@ -35,7 +35,7 @@ from kvarn.planner.result import (
 )
 from kvarn.planner.roofline import Device, Timing, decode_work, limit, prefill_work
 from kvarn.planner.settings import Settings
-from kvarn.planner.sizes import show_both, show_bytes, show_tokens
+from kvarn.planner.sizes import MAX_TOKENS, show_both, show_bytes, show_tokens
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -93,6 +93,8 @@ def make_plan(case: Case, device: Device | None) -> Plan:
     held = cache.held(sequences, settings.context_tokens)
     verdict, reason = _verdict(case, device, budget, held, sequences)
     terms = (*fixed, *cache_terms(held)) if fixed else (case.stage_weights[stage], *cache_terms(held))
+    if budget is not None and budget.reserve is not None:
+        terms = (*terms, budget.reserve)
     used = sum(t.bytes for t in terms)
     return Plan(
         verdict=verdict,
@@ -101,6 +103,7 @@ def make_plan(case: Case, device: Device | None) -> Plan:
         architecture=geometry.architecture,
         engine=case.profile.name + (f"@{settings.version.text}" if settings.version.text else ""),
         context=settings.context_tokens,
+        model_context=geometry.max_context,
         sequences=settings.sequences,
         batch=settings.batch,
         tp=settings.tp,
@@ -238,9 +241,16 @@ def _capacity(case: Case, budget: CacheBudget | None, sequences: int) -> Capacit
         min(blocks) if blocks else None,
         block,
         min(c.tokens(room) for c in case.stages),
-        min(c.longest(room, sequences) for c in case.stages),
+        _longest(case, room, sequences),
         min(c.concurrency(room, s.context_tokens) for c in case.stages),
     )
+
+
+def _longest(case: Case, room: int, sequences: int) -> int:
+    """The longest context that fits; the model's own where memory sets no limit (windows and state only)."""
+    found = min(c.longest(room, sequences) for c in case.stages)
+    limit_tokens = case.geometry.max_context
+    return limit_tokens if found >= MAX_TOKENS // 2 and limit_tokens else found
 
 
 def bytes_per_weight(case: Case) -> float:

@@ -174,12 +174,14 @@ def other_terms(
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """Memory that an engine leaves for its cache on one device. low, high: over the range of the estimates."""
+    """Memory that an engine leaves for its cache on one device. low, high: over the range of the estimates. reserve:
+    what the engine leaves to others; with it the terms, the cache and what is free add up to the device."""
 
     bytes: int
     low: int
     high: int
     how: str
+    reserve: Term | None = None
 
 
 def cache_budget(profile: Profile, settings: Settings, device_bytes: int, fixed: tuple[Term, ...]) -> CacheBudget:
@@ -205,9 +207,12 @@ def cache_budget(profile: Profile, settings: Settings, device_bytes: int, fixed:
         "free": f"{fraction:g} x (device - everything else)",
         "all": f"device - everything else - a margin of {profile.margin_bytes:,} B",
     }[profile.budget]
+    room, used = left(sum(t.bytes for t in counted)), sum(t.bytes for t in fixed)
+    reserve = exact("left to others", max(0, device_bytes - used - room), how) if used < device_bytes else None
     return CacheBudget(
-        left(sum(t.bytes for t in counted)),
+        room,
         left(sum(t.high for t in counted)),
         left(sum(t.low for t in counted)),
         how,
+        reserve,
     )

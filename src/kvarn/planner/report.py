@@ -10,7 +10,7 @@ from kvarn.planner.memory import Term
 from kvarn.planner.result import Plan
 from kvarn.planner.sizes import show_both, show_bytes, show_seconds, show_tokens
 
-_FIGURE = re.compile(r"^(?:[-+]?[\d.,]+(?:e[+-]?\d+)?\s?(?:x|B|[KMGT]i?B|s|ms|us|ns|tokens/s|TFLOP|%)?|-|\?)$")
+_FIGURE = re.compile(r"^(?:[-+]?[\d.,]+(?:e[+-]?\d+)?\s?(?:x|B|[KMGT]i?B|s|ms|us|ns|tokens/s|TFLOP|%)?|-|\?|no limit)$")
 VERDICTS = {"fits": "FITS", "does_not_fit": "DOES NOT FIT", "unknown": "CANNOT TELL"}
 
 
@@ -55,7 +55,7 @@ def memory_table(plan: Plan) -> list[str]:
     rows = [(t.name, f"{t.bytes:,} B", show_bytes(t.bytes), _range(t)) for t in plan.terms]
     if plan.device:
         free = plan.device.free_bytes
-        rows.append(("free" if free >= 0 else "over", f"{free:,} B", show_bytes(free), "what is left"))
+        rows.append(("free" if free >= 0 else "missing", f"{free:,} B", show_bytes(free), "what is left"))
         total = plan.device.memory_bytes
         rows.append(("device", f"{total:,} B", show_bytes(total), f"= {show_both(total).split(' = ')[-1]}, the sum"))
     else:
@@ -91,8 +91,9 @@ def capacity_lines(plan: Plan) -> list[str]:
     rows.append(("tokens", f"{c.tokens:,} as {plan.engine} counts them"))
     if c.max_context is not None:
         each = "" if plan.sequences == 1 else f" for each of {plan.sequences:,} sequences"
-        rows.append(("longest context", f"{show_tokens(c.max_context)} tokens{each}"))
-    rows.append(("sequences at once", f"{c.concurrency:,.2f} of {show_tokens(plan.context)} tokens"))
+        made_for = f"; the model was made for {show_tokens(plan.model_context)}" if plan.model_context else ""
+        rows.append(("longest context", f"{show_tokens(c.max_context)} tokens{each}{made_for}"))
+    rows.append(("sequences at once", f"{c.concurrency or 0:,.2f} of {show_tokens(plan.context)} tokens"))
     return ["Capacity", *table(rows)]
 
 

@@ -143,9 +143,10 @@ class Plan:
     """What a model's cache costs on a device, decided before anything is loaded. All bytes are integers.
 
     verdict: fits | does_not_fit | unknown; reason: one sentence with the numbers. model, architecture, context,
-    sequences, batch, tp, pp, dp: what was planned. terms: one device's memory, additive. cache_bytes: memory the
-    engine leaves for its cache on one device, [cache_low, cache_high] over the range of the estimates; None where
-    unknown. lines: what the engine would log. `to_json` and `from_json` are inverse.
+    sequences, batch, tp, pp, dp: what was planned. model_context: tokens the model was made for. terms: one device's
+    memory, additive. cache_bytes: memory the engine leaves for its cache on one device, [cache_low, cache_high] over
+    the range of the estimates; None where unknown. lines: what the engine would log. `to_json` and `from_json` are
+    inverse.
     """
 
     verdict: Verdict
@@ -154,6 +155,7 @@ class Plan:
     architecture: str
     engine: str
     context: int
+    model_context: int | None
     sequences: int
     batch: int
     tp: int
