@@ -13,54 +13,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvarn.kv.identity import Digest, Identity, block_key, sha256
-from kvarn.kv.prefix_node import Node, Part, PoolKey, Shelf, oldest
+from kvarn.kv.prefix_node import Eviction, Inserted, Match, Node, Part, PoolKey, Shelf, oldest
 from kvarn.kv.prefix_why import Complete, Evicted, Mismatch, NeverSeen, OtherIdentity, Why, WindowGone
 
 GHOSTS = 1 << 14  # keys of evicted blocks that are remembered, to say why a lookup missed
 NEIGHBOURS = 8  # children looked at on each side for a partial match
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the index holds of a text. nodes: its blocks from the first on; tokens: how many they hold.
-
-    partial: a node whose first partial_tokens tokens come next: usable by copying its blocks. why: why it ends there.
-    """
-
-    identity: Identity
-    asked_tokens: int
-    nodes: tuple[Node, ...]
-    tokens: int
-    why: Why
-    partial: Node | None = None
-    partial_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Inserted:
-    """node: the sequence's new place, pinned. adopted: the groups whose given blocks the index now refers to (the
-    manager adds a reference to each); in the others it had its own already, or there were none."""
-
-    node: Node
-    adopted: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """Blocks to give back, one reference each. tokens: how deep in its text; whole: the node is gone, not only a window
-    group's part. idle: uses of the index since it was last used."""
-
-    blocks: tuple[tuple[PoolKey, int], ...]
-    tokens: int
-    whole: bool
-    idle: int
-
-    def __str__(self) -> str:
-        what = "prefix block" if self.whole else "window part of a prefix block"
-        return f"{what} ending at token {self.tokens}: least recently used, {self.idle} uses ago"
 
 
 class PrefixIndex:

@@ -1,4 +1,5 @@
-"""The prefix index's parts: one node a block of tokens, and the shelf on which those nobody uses stand."""
+"""The prefix index's parts: one node a block of tokens, the shelf on which those nobody uses stand, and what the index
+answers."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvarn.kv.identity import Identity
+from kvarn.kv.prefix_why import Why
 
 BlockRef = tuple[int, int]
 Part = tuple[BlockRef, ...]
@@ -67,3 +69,43 @@ class Shelf:
 
 def oldest(entries: OrderedDict[T, int]) -> T:
     return next(iter(entries))
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the index holds of a text. nodes: its blocks from the first on; tokens: how many they hold.
+
+    partial: a node whose first partial_tokens tokens come next: usable by copying its blocks. why: why it ends there.
+    """
+
+    identity: Identity
+    asked_tokens: int
+    nodes: tuple[Node, ...]
+    tokens: int
+    why: Why
+    partial: Node | None = None
+    partial_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """node: the sequence's new place, pinned. adopted: the groups whose given blocks the index now refers to (the
+    manager adds a reference to each); in the others it had its own already, or there were none."""
+
+    node: Node
+    adopted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Blocks to give back, one reference each. tokens: how deep in its text; whole: the node is gone, not only a window
+    group's part. idle: uses of the index since it was last used."""
+
+    blocks: tuple[tuple[PoolKey, int], ...]
+    tokens: int
+    whole: bool
+    idle: int
+
+    def __str__(self) -> str:
+        what = "prefix block" if self.whole else "window part of a prefix block"
+        return f"{what} ending at token {self.tokens}: least recently used, {self.idle} uses ago"
