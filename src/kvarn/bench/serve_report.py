@@ -88,36 +88,33 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def table(summaries: Sequence[Summary]) -> Table:
+    """A column a run, so that it fits a narrow terminal."""
     made = Table(title="milliseconds at p50 / p95 / p99; tokens as each server counted them")
-    for name in (
-        "server",
-        "run",
-        "requests/s",
-        "tokens/s",
-        "goodput/s",
-        "first token",
-        "per token",
-        "whole",
-        "cached",
-        "failed",
-    ):
-        made.add_column(name, justify="left" if name in ("server", "run") else "right")
+    made.add_column("")
     for s in summaries:
-        cached = f"{100 * s.cached_tokens / s.prompt_tokens:.0f}%" if s.prompt_tokens else "-"
-        failed = f"{s.failed} ({', '.join(f'{n} {e}' for e, n in s.errors.items())})" if s.failed else "0"
-        made.add_row(
-            s.target,
-            s.run,
-            f"{s.requests_per_s:.2f}",
-            f"{s.output_tokens_per_s:.1f}",
-            f"{s.goodput_per_s:.2f}",
-            _milliseconds(s.ttft_s),
-            _milliseconds(s.tpot_s),
-            _milliseconds(s.e2e_s),
-            cached,
-            failed,
-        )
+        made.add_column(f"{s.target} {s.run}".strip(), justify="right")
+    cells = [_cells(s) for s in summaries]
+    for name in cells[0]:
+        made.add_row(name, *(c[name] for c in cells))
     return made
+
+
+def _cells(s: Summary) -> dict[str, str]:
+    cached = f"{100 * s.cached_tokens / s.prompt_tokens:.0f}%" if s.prompt_tokens else "-"
+    failed = f"{s.failed} ({', '.join(f'{n} {e}' for e, n in s.errors.items())})" if s.failed else "0"
+    return {
+        "requests/s": f"{s.requests_per_s:.2f}",
+        "answered tokens/s": f"{s.output_tokens_per_s:.1f}",
+        "goodput, requests/s": f"{s.goodput_per_s:.2f}",
+        "first token": _milliseconds(s.ttft_s),
+        "per token after it": _milliseconds(s.tpot_s),
+        "between two pieces": _milliseconds(s.itl_s),
+        "whole answer": _milliseconds(s.e2e_s),
+        "prompt tokens": f"{s.prompt_tokens:,}",
+        "of these cached": cached,
+        "requests": f"{s.requests:,}",
+        "failed": failed,
+    }
 
 
 def _milliseconds(values: dict[str, float]) -> str:

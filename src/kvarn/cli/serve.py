@@ -12,6 +12,8 @@ import click
 
 from kvarn.cli._options import engine_options, engine_options_of
 from kvarn.core.errors import InvalidRequest, ModelError
+from kvarn.server.settings import ServerSettings
+from kvarn.server.tenants import load_tenants
 
 SETTINGS = (
     ("--host", str, "127.0.0.1", "Address to listen on."),
@@ -85,12 +87,14 @@ def COMMAND(
     can also be given by the environment (KVARN_PORT=9000) or in the file of --config; a flag goes first, then the
     environment, then the file. What holds is printed at the start.
     """
-    server = _server_package()
-    settings = server.ServerSettings(**{f.name: given[f.name] for f in fields(server.ServerSettings)})
+    settings = ServerSettings(**{f.name: given[f.name] for f in fields(ServerSettings)})
+    if settings.api_keys is not None:
+        load_tenants(settings.api_keys)  # a mistake there shows before anything is loaded
     for name, value in (("max_seqs", max_seqs), ("step_tokens", step_tokens)):
         if value < 1:
             raise InvalidRequest(f"{name} is {value}", fixes=("use 1 or more",))
     options = replace(engine_options_of(given), max_seqs=max_seqs, step_tokens=step_tokens)
+    server = _server_package()
     _print_sources(ctx)
     server.start_logging(log_level)
     server.serve_model(model, settings, options, on_ready=lambda url: click.echo(f"ready: {url}", err=True))

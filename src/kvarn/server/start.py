@@ -13,7 +13,7 @@ from kvarn.server.logs import start_logging
 from kvarn.server.run import serve
 from kvarn.server.settings import ServerSettings
 
-__all__ = ["ServerSettings", "serve_model", "start_logging"]
+__all__ = ["serve_model", "start_logging"]
 
 
 def serve_model(
