@@ -90,7 +90,7 @@ def _follow(child: subprocess.Popen[str], what: str, progress: Progress) -> Iter
 
 def _explain(what: str, said: str, into: Path) -> FetchError:
     if _DISK_FULL.search(said):
-        return disk_full(into)
+        return disk_full(into.parent)
     if _HASH.search(said):
         return FetchError(f"{what} arrived with a wrong checksum and was thrown away", fixes=("run the command again",))
     if _NO_NETWORK.search(said):
