@@ -227,12 +227,12 @@ class CacheManager:
         state.token_ids.extend(token_ids)
         state.length += kept
         state.filled = False
-        for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
+        for group, row in zip(self.groups, state.rows, strict=True):
             if written > kept:
                 group.empty_slots(row, kept, written)
             if group.advance(row, kept):
                 state.filled = True
-                group.seal_rows(row)
+            group.seal_rows(row, kept)
         if state.filled and self.prefixes is not None:
             self.prefixes.feed(state)
         for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
