@@ -162,7 +162,6 @@ def test_chat_keeps_its_history(
     assert tokens == [len(llm.chat_ids(history[:1])), len(llm.chat_ids(history)), len(llm.chat_ids(history[:1]))]
 
 
-@pytest.mark.xfail(reason="the cache manager does not ask the prefix index yet")
 def test_the_history_comes_from_the_cache(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

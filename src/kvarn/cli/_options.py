@@ -13,7 +13,18 @@ from kvarn.core.options import CACHE_MODES, EngineOptions
 from kvarn.core.requests import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
-ENGINE_FIELDS = ("weights", "kv", "cache", "block_size", "context_tokens", "kv_memory_bytes", "backend", "threads")
+ENGINE_FIELDS = (
+    "weights",
+    "kv",
+    "cache",
+    "block_size",
+    "context_tokens",
+    "kv_memory_bytes",
+    "residual_tokens",
+    "prefix_caching",
+    "backend",
+    "threads",
+)
 SAMPLING_FIELDS = (
     "max_tokens",
     "temperature",
@@ -66,6 +77,19 @@ def engine_options() -> Callable[[F], F]:
             click.option("--block-size", type=int, default=32, show_default=True, help="Tokens of a block."),
             click.option("--context", "context_tokens", type=int, metavar="TOKENS", help="Longest sequence to allow."),
             click.option("--kv-memory", "kv_memory_bytes", type=Bytes(), help="Memory of the KV cache, e.g. 2GiB."),
+            click.option(
+                "--residual-tokens",
+                type=int,
+                default=32,
+                show_default=True,
+                help="Newest tokens that a quantized format leaves in full precision.",
+            ),
+            click.option(
+                "--prefix-caching/--no-prefix-caching",
+                default=True,
+                show_default=True,
+                help="Keep the blocks of finished sequences for those that begin alike.",
+            ),
             click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built)."),
             click.option("--threads", type=int, metavar="N", help="CPU threads (default: as PyTorch decides)."),
         ]
@@ -100,6 +124,8 @@ def engine_options_of(given: Mapping[str, Any]) -> EngineOptions:
     for name in ("block_size", "context_tokens", "threads"):
         if given[name] is not None and given[name] < 1:
             raise InvalidRequest(f"{name} is {given[name]}", fixes=("use 1 or more",))
+    if given["residual_tokens"] < 0:
+        raise InvalidRequest(f"residual_tokens is {given['residual_tokens']}", fixes=("use 0 or more",))
     return EngineOptions(**{name: given[name] for name in ENGINE_FIELDS})
 
 
