@@ -12,6 +12,7 @@ from typing import Any
 
 from kvarn.core.errors import UnknownArchitecture
 from kvarn.core.gguf_header import GGUFArray, GGUFError, GGUFHeader
+from kvarn.core.gguf_hybrids import HYBRIDS
 
 Config = dict[str, Any]
 
@@ -89,6 +90,7 @@ MODEL_TYPES = {
     "deci": "nemotron-nas",
 }
 
+# GGUF's words -> config.json's. What begins with gguf_ is for the refinements to translate, and is then left out.
 _KEYS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -121,12 +123,12 @@ _KEYS = {
     "full_attention_interval": "full_attention_interval",
     "shortconv.l_cache": "conv_L_cache",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-    "ssm.conv_kernel": "ssm_conv_kernel",
-    "ssm.inner_size": "ssm_inner_size",
-    "ssm.state_size": "ssm_state_size",
-    "ssm.time_step_rank": "ssm_time_step_rank",
-    "ssm.group_count": "ssm_group_count",
-    "kda.head_dim": "kda_head_dim",
+    "ssm.conv_kernel": "gguf_conv_kernel",
+    "ssm.inner_size": "gguf_inner_size",
+    "ssm.state_size": "gguf_state_size",
+    "ssm.time_step_rank": "gguf_time_step_rank",
+    "ssm.group_count": "gguf_group_count",
+    "kda.head_dim": "gguf_kda_head_dim",
 }
 _EXPERTS_KEY = {
     "mixtral": "num_local_experts",
@@ -171,7 +173,7 @@ def config_from_gguf(header: GGUFHeader) -> Config:
     _rope(header, config)
     if refine := _REFINEMENTS.get(config["model_type"]):
         refine(header, config)
-    return config
+    return {name: value for name, value in config.items() if not name.startswith("gguf_")}
 
 
 def _common(header: GGUFHeader) -> Config:
@@ -382,12 +384,18 @@ def _granite(header: GGUFHeader, config: Config) -> None:
     config |= {name: value for key, name in names.items() if (value := header.get(key)) is not None}
 
 
+def _granite_hybrid(header: GGUFHeader, config: Config) -> None:
+    _granite(header, config)
+    HYBRIDS["granitemoehybrid"](header, config)
+
+
 def _cohere(header: GGUFHeader, config: Config) -> None:
     config["logit_scale"] = header.get("logit_scale", 1.0)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
 
 
 _REFINEMENTS: dict[str, Callable[[GGUFHeader, Config], None]] = {
+    **HYBRIDS,
     "llama": _llama,
     "qwen2": _qwen_bias,
     "gemma": _gemma,
@@ -398,11 +406,9 @@ _REFINEMENTS: dict[str, Callable[[GGUFHeader, Config], None]] = {
     "glm_moe_dsa": _mla,
     "minicpm3": _mla,
     "glm4_moe": _nextn,
-    "qwen3_5_text": _nextn,
-    "qwen3_5_moe_text": _nextn,
     "granite": _granite,
     "granitemoe": _granite,
-    "granitemoehybrid": _granite,
+    "granitemoehybrid": _granite_hybrid,
     "cohere": _cohere,
     "cohere2": _cohere,
 }

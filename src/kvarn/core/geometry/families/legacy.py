@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvarn.core.errors import ConfigError
 from kvarn.core.geometry.attend import Heads
 from kvarn.core.geometry.decoder import hidden_of, is_tied, n_layers_of
 from kvarn.core.geometry.parts import FeedForward, ModelParts, attention, layer, plain_mlp
@@ -41,8 +42,13 @@ def _parts(
     )
 
 
-def _mha(c: ConfigReader) -> Heads:
+def _mha(c: ConfigReader, *, kv_elsewhere: bool = False) -> Heads:
+    """As many KV heads as query heads, of hidden / heads numbers. Raises ConfigError where the config states others.
+    kv_elsewhere: the architecture says its KV heads in words of its own."""
     hidden, n = hidden_of(c), c.size("num_attention_heads", "n_head", "n_heads", "num_heads")
+    dim, kv = c.stated("head_dim"), c.stated("num_key_value_heads")
+    if dim not in (None, hidden // n) or (not kv_elsewhere and kv not in (None, n)):
+        raise ConfigError(f"{c.model_type} has {n} KV heads of {hidden // n}, but the config states {kv} of {dim}")
     return Heads(n, n, hidden // n, hidden // n)
 
 
@@ -57,8 +63,7 @@ def _gpt2(c: ConfigReader) -> ModelParts:
 
 def _gpt_bigcode(c: ConfigReader) -> ModelParts:
     """StarCoder, SantaCoder: one KV head for all queries."""
-    h = _mha(c)
-    c.understood(("num_key_value_heads",))
+    h = _mha(c, kv_elsewhere=True)
     if c.flag("multi_query", default=True):
         h = Heads(h.query, 1, h.k_dim, h.v_dim)
     ffn = plain_mlp(hidden_of(c), _width(c), bias=True)
@@ -110,7 +115,7 @@ def _bloom(c: ConfigReader) -> ModelParts:
 
 def _falcon(c: ConfigReader) -> ModelParts:
     """7B: one KV head. 40B and 180B (new_decoder_architecture): num_kv_heads. RW: as many as query heads."""
-    hidden, h = hidden_of(c), _mha(c)
+    hidden, h = hidden_of(c), _mha(c, kv_elsewhere=True)
     new = c.flag("new_decoder_architecture")
     if new:
         kv = c.optional_size("num_kv_heads", "n_head_kv") or h.query
@@ -126,7 +131,7 @@ def _falcon(c: ConfigReader) -> ModelParts:
 
 
 def _mpt(c: ConfigReader) -> ModelParts:
-    hidden, h, attn = hidden_of(c), _mha(c), c.sub("attn_config")
+    hidden, h, attn = hidden_of(c), _mha(c, kv_elsewhere=True), c.sub("attn_config")
     kind = attn.get("attn_type", default="multihead_attention")
     kv = attn.optional_size("kv_n_heads") or (1 if kind == "multiquery_attention" else h.query)
     width = c.size("expansion_ratio", default=4) * hidden

@@ -58,7 +58,7 @@ def _mamba(c: ConfigReader) -> ModelParts:
 def _mamba2(c: ConfigReader) -> ModelParts:
     hidden, n_heads = hidden_of(c), c.size("num_heads")
     inner = n_heads * c.size("head_dim")
-    c.understood(("expand", "time_step_rank"))
+    c.understood(("expand", "time_step_rank", "num_attention_heads"))
     mixer = mamba2(
         c,
         hidden,
@@ -121,8 +121,8 @@ def _jamba(c: ConfigReader) -> ModelParts:
     )
     mixer = Mixer(mixer.state, mixer.parameters + rank + 2 * d_state)
     period, offset = c.size("attn_layer_period"), c.count("attn_layer_offset")
-    attends = [i % period == offset for i in range(n_layers)]
-    c.understood(("layers_block_type", "layer_types"))
+    kinds = mixer_kinds(c, n_layers, "layer_types", "layers_block_type")
+    attends = [k == "attention" for k in kinds] if kinds else [i % period == offset for i in range(n_layers)]
     width = c.size("intermediate_size")
     dense, sparse = gated_mlp(hidden, width), _NONE
     if c.count("num_experts", "num_local_experts") > 1:
