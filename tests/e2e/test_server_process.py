@@ -91,6 +91,7 @@ def test_curl_and_sigterm(model: Path) -> None:
         assert SECRET not in process.text
 
 
+@pytest.mark.slow
 def test_flag_before_environment_before_file(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('served-name = "from-file"\nmax_seqs = 3\nmax-queue = 5\ncontext = 96\n')
@@ -107,6 +108,7 @@ def test_flag_before_environment_before_file(model: Path, tmp_path: Path) -> Non
         assert httpx.get(f"{url}/v1/kvarn/stats").json()["max_seqs"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -126,6 +128,7 @@ def test_errors_are_one_line(model: Path, arguments: list[str], why: str) -> Non
         assert "Traceback" not in process.text
 
 
+@pytest.mark.slow
 def test_unknown_key_in_the_file(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text("prot = 8000\n")
@@ -135,6 +138,7 @@ def test_unknown_key_in_the_file(model: Path, tmp_path: Path) -> None:
         assert "has prot" in process.text and "port" in process.text
 
 
+@pytest.mark.slow
 def test_port_in_use(model: Path) -> None:
     with serving(str(model)) as process:
         port = process.url().rsplit(":", 1)[1]

@@ -15,9 +15,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SequenceAdmitted(Event):
-    """cached_tokens: tokens found in the prefix index."""
+    """cached_tokens: tokens found in the prefix index; prefix: why no more of them (None: nothing was looked up)."""
 
     cached_tokens: int
+    prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,14 +120,15 @@ class TokenLogprob:
 @dataclass(frozen=True, slots=True)
 class CompletionTrace:
     """What an answer's way through the engine was. waits, preemptions: the reasons, in words. cached_tokens: found in
-    the prefix index. physical_bytes: of the blocks it held at its end, shared ones included; logical_bytes: its cached
-    tokens in full precision."""
+    the prefix index; prefix: why no more of them (None: nothing was looked up). physical_bytes: of the blocks held at
+    the end, shared ones included; logical_bytes: its cached tokens in full precision."""
 
     waits: tuple[str, ...] = ()
     preemptions: tuple[str, ...] = ()
     cached_tokens: int = 0
     physical_bytes: int = 0
     logical_bytes: int = 0
+    prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,12 @@ class Engine:
             return
         physical, logical = self.cache.sequence_bytes(completion.seq_id)
         completion.trace = CompletionTrace(
-            tuple(map(str, seq.waits)), tuple(map(str, seq.preemptions)), seq.cached_tokens or 0, physical, logical
+            waits=tuple(map(str, seq.waits)),
+            preemptions=tuple(map(str, seq.preemptions)),
+            cached_tokens=seq.cached_tokens or 0,
+            physical_bytes=physical,
+            logical_bytes=logical,
+            prefix=self.cache.prefix_reason(completion.seq_id),
         )
 
     def _score_prompt(self, row: Row, place: _Place, run: StepRun, span: int) -> None:

@@ -103,9 +103,9 @@ class CacheManager:
             self.release(seq_id)
             return short
         if self.prefixes and match:
-            state.indexed = len(match.nodes)
+            state.indexed, state.prefix_why = len(match.nodes), match.why
             state.token_ids.extend(token_ids[: self.prefixes.take_over(state, match)])
-        self._emit(SequenceAdmitted(seq_id, state.length))
+        self._emit(SequenceAdmitted(seq_id, state.length, str(state.prefix_why) if state.prefix_why else None))
         return state.length
 
     def _no_slot(self) -> NoRoom:
@@ -299,6 +299,11 @@ class CacheManager:
     def memory(self) -> CacheMemory:
         """What is held now."""
         return measure(self)
+
+    def prefix_reason(self, seq_id: int) -> str | None:
+        """Where the sequence's prefix lookup ended, and why; None where nothing was looked up."""
+        state = self.sequences.get(seq_id)
+        return str(state.prefix_why) if state and state.prefix_why else None
 
     def sequence_bytes(self, seq_id: int) -> tuple[int, int]:
         """(physical, logical) bytes of one sequence now; (0, 0) where it is not admitted."""

@@ -85,6 +85,10 @@ class RecomputeCache:
     def memory(self) -> CacheMemory:
         return _NOTHING
 
+    def prefix_reason(self, seq_id: int) -> str | None:
+        """None: nothing is looked up."""
+        return None
+
     def sequence_bytes(self, seq_id: int) -> tuple[int, int]:
         """(0, 0): nothing is kept."""
         return 0, 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.prefix_node import Node
+from kvarn.kv.prefix_why import Why
 from kvarn.kv.signals import QueryRing
 
 
@@ -14,7 +15,8 @@ class SequenceState:
     """rows: its first table row in each group. length: tokens whose K and V are in the cache; reserved: how many could
     be, before another block is taken. token_ids: the committed tokens. policy: what decides over its blocks; rings: the
     queries it reads, for each group; filled: the last step filled a block. place: where it stands in the prefix index,
-    None where it has no part in it; indexed: its blocks that the index knows.
+    None where it has no part in it; indexed: its blocks that the index knows. prefix_why: why its
+    prefix lookup ended where it did.
     """
 
     seq_id: int
@@ -28,3 +30,4 @@ class SequenceState:
     filled: bool = False
     place: Node | None = None
     indexed: int = 0
+    prefix_why: Why | None = None

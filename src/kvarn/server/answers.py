@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvarn.core.requests import Completion, Delta, RequestOutput, TokenLogprob
+from kvarn.kv.policies.base import KVPolicy
 from kvarn.server import kv_choice
-from kvarn.server.bridge import Finished
+from kvarn.server.bridge import Finished, Work
 from kvarn.server.context import ServerContext
 from kvarn.server.errors import from_ended
 from kvarn.server.schema.common import Shared
@@ -55,22 +56,25 @@ def raise_if_failed(results: Iterable[Finished]) -> None:
                 raise from_ended(result.ended, completion.error)
 
 
-def whole(context: ServerContext, body: Shared, form: Form, results: Sequence[Finished]) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+def whole(
+    context: ServerContext, body: Shared, form: Form, policy: KVPolicy | None, results: Sequence[Finished]
+) -> dict[str, Any]:
+    """The body of an answer that is not streamed. policy: what the request chose."""
     outputs = [r.output for r in results]
     n = body.n or 1
     choices = [form.choice(i * n + c.index, c, o) for i, o in enumerate(outputs) for c in o.completions]
     answer = {**form.envelope(streamed=False), "choices": choices, "usage": usage_of(outputs)}
     if body.kvarn or body.kv is not None:
-        answer["kvarn"] = kv_choice.report(context.plan, outputs)
+        answer["kvarn"] = kv_choice.report(context.plan, context.policy_name(policy), outputs)
     return answer
 
 
 class ChunkWriter:
     """Chunks of one streamed API request; index of a choice: prompt x n + completion."""
 
-    def __init__(self, context: ServerContext, body: Shared, form: Form, prompts: dict[str, tuple[int, int]]) -> None:
-        """prompts: engine request id -> (position in the request, prompt tokens)."""
+    def __init__(self, context: ServerContext, body: Shared, form: Form, works: Sequence[Work]) -> None:
+        prompts = {w.request_id: (i, len(w.prompt_ids)) for i, w in enumerate(works)}
+        self._policy = works[0].policy
         self._context, self._body, self._form, self._prompts = context, body, form, prompts
         options = body.stream_options
         self._want_usage = bool(options and options.include_usage)
@@ -94,7 +98,9 @@ class ChunkWriter:
     def closing(self, results: Sequence[Finished]) -> Iterator[dict[str, Any]]:
         """The usage, where it was asked for, and what the cache did."""
         outputs = [r.output for r in results]
-        report = kv_choice.report(self._context.plan, outputs) if self._body.kvarn or self._body.kv else None
+        report = None
+        if self._body.kvarn or self._body.kv is not None:
+            report = kv_choice.report(self._context.plan, self._context.policy_name(self._policy), outputs)
         if self._want_usage or report is not None:
             chunk = {**self._form.envelope(streamed=True), "choices": [], "usage": usage_of(outputs)}
             yield chunk if report is None else {**chunk, "kvarn": report}

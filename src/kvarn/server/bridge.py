@@ -22,6 +22,7 @@ from kvarn.engine.engine import Engine, StepResult
 from kvarn.engine.guide import Guide
 from kvarn.engine.reasons import Ended
 from kvarn.engine.request import RequestState
+from kvarn.kv.policies.base import KVPolicy
 
 T = TypeVar("T")
 log = logging.getLogger("kvarn.server.engine")
@@ -41,6 +42,7 @@ class Work:
     namespace: bytes = b""
     deadline_s: float | None = None
     guide: Guide | None = None
+    policy: KVPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ class EngineThread:
                 namespace=work.namespace,
                 deadline_s=work.deadline_s,
                 guide=work.guide,
+                policy=work.policy,
             )
         except Exception as error:
             self._out.add(mailbox, Refused(work.request_id, error))

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from kvarn.core.options import CachePlan
 from kvarn.engine.build import Parts
 from kvarn.engine.engine import Engine
+from kvarn.kv.policies.base import KVPolicy
 from kvarn.server.bridge import EngineThread
 from kvarn.server.desk import Desk
 from kvarn.server.errors import ApiError
 from kvarn.server.events import EventHub
 from kvarn.server.guided import GuideMaker
+from kvarn.server.kv_choice import policy_name
 from kvarn.server.metrics import Metrics
 from kvarn.server.settings import ServerSettings
 from kvarn.server.tenants import Tenants, load_tenants
@@ -36,7 +38,12 @@ class ServerContext:
     metrics: Metrics
     events: EventHub
     guides: GuideMaker
+    policy: KVPolicy | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def policy_name(self, chosen: KVPolicy | None) -> str:
+        """The policy that decides over a request: its own, or the server's."""
+        return policy_name(chosen or self.policy)
 
     def check_model(self, asked: str | None) -> None:
         """Raises ApiError 404 for a model that is not served."""
@@ -71,6 +78,7 @@ def build_context(settings: ServerSettings, model_name: str, build: Callable[[Ev
         metrics=metrics,
         events=events,
         guides=GuideMaker(parts.tokenizer, parts.model.vocab_size),
+        policy=parts.engine.policy,
     )
 
 

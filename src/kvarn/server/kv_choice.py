@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import TypeAdapter, ValidationError
+
 from kvarn.core.formats import format_names, parse_kv_format
 from kvarn.core.options import CachePlan
 from kvarn.core.requests import RequestOutput
+from kvarn.kv.policies.base import KVPolicy, load_policy
 from kvarn.server.errors import ApiError
 from kvarn.server.schema.common import KVChoice
 
-FULL = "full"  # the policy that keeps every token
+FULL = "full"  # the name of keeping every token
 
 
 def running_format(plan: CachePlan) -> str:
@@ -18,18 +21,30 @@ def running_format(plan: CachePlan) -> str:
     return plan.groups[0].pools[-1].format if plan.groups else "none"
 
 
-def running_policy(plan: CachePlan) -> str:
-    return FULL
+def policy_name(policy: KVPolicy | None) -> str:
+    """As a request names it."""
+    return FULL if policy is None else type(policy).__module__.rpartition(".")[2]
 
 
-def check_choice(asked: KVChoice | None, plan: CachePlan) -> None:
-    """Raises ApiError 400 where this server's cache is another one, with what there is."""
+def chosen_policy(asked: KVChoice | None, plan: CachePlan) -> KVPolicy | None:
+    """The policy that a request wants; None: the server's own. Raises ApiError 400 where this server's cache cannot do
+    it, UnknownName; the engine checks the rest when it takes the request."""
     if asked is None:
-        return
+        return None
     if asked.format is not None and _canonical(asked.format) != running_format(plan):
-        _refuse("format", asked.format, running_format(plan))
-    if asked.policy is not None and asked.policy != running_policy(plan):
-        _refuse("policy", asked.policy, running_policy(plan))
+        _refuse_format(asked.format, running_format(plan))
+    if asked.policy is None or asked.policy == FULL:
+        if asked.policy_options:
+            raise ApiError(400, "kv.policy_options without kv.policy", code="invalid_value", param="kv.policy_options")
+        return None
+    try:
+        return TypeAdapter(load_policy(asked.policy)).validate_python(asked.policy_options or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in ("kv", "policy_options", *first["loc"]))
+        raise ApiError(400, f"{where}: {first['msg']}", code="invalid_value", param=where) from error
+    except TypeError as error:
+        raise ApiError(400, f"kv.policy_options: {error}", code="invalid_value", param="kv.policy_options") from error
 
 
 def _canonical(name: str) -> str:
@@ -40,17 +55,17 @@ def _canonical(name: str) -> str:
         raise ApiError(400, f"kv.format: {error}; known: {known}", code="unknown_name", param="kv.format") from error
 
 
-def _refuse(what: str, asked: str, available: str) -> None:
+def _refuse_format(asked: str, available: str) -> None:
     raise ApiError(
         400,
-        f"kv.{what} {asked!r} is not available: this server's cache has {available!r}",
+        f"kv.format {asked!r} is not available: this server's cache has {available!r}",
         code="kv_unavailable",
-        param=f"kv.{what}",
-        fixes=(f"kv.{what}: {available}", f"start a server with --kv {asked}" if what == "format" else "leave it out"),
+        param="kv.format",
+        fixes=(f"kv.format: {available}", f"start a server with --kv {asked}"),
     )
 
 
-def report(plan: CachePlan, outputs: Sequence[RequestOutput]) -> dict[str, object]:
+def report(plan: CachePlan, policy: str, outputs: Sequence[RequestOutput]) -> dict[str, object]:
     """What the requests' answers got of the cache; the body of `KvarnReport`."""
     traces = [c.trace for o in outputs for c in o.completions if c.trace is not None]
     physical, logical = (sum(getattr(t, f"{k}_bytes") for t in traces) for k in ("physical", "logical"))
@@ -59,7 +74,7 @@ def report(plan: CachePlan, outputs: Sequence[RequestOutput]) -> dict[str, objec
         "kv": {
             "cache": plan.mode,
             "format": running_format(plan),
-            "policy": running_policy(plan),
+            "policy": policy,
             "block_size": plan.block_size,
             "bytes": physical,
             "logical_bytes": logical,
@@ -67,6 +82,7 @@ def report(plan: CachePlan, outputs: Sequence[RequestOutput]) -> dict[str, objec
         },
         "waits": [w for t in traces for w in t.waits],
         "preemptions": [p for t in traces for p in t.preemptions],
+        "prefix": [t.prefix for t in traces],
         "timings": [
             {n: round(getattr(o.timings, n), 6) for n in ("queue_s", "prefill_s", "ttft_s", "decode_s")}
             for o in outputs

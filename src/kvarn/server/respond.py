@@ -41,7 +41,7 @@ async def answer(
         note.usage = usage_of([r.output for r in results])
         note.ttft_s = results[0].output.timings.ttft_s
         raise_if_failed(results)
-        return json_response(whole(context, body, form, results))
+        return json_response(whole(context, body, form, works[0].policy, results))
     finally:
         if ticket is not None:
             ticket.close()
@@ -70,8 +70,7 @@ class _Stream(StreamingResponse):
 
     def __init__(self, context: ServerContext, body: Shared, form: Form, ticket: Ticket, note: Note) -> None:
         self._ticket, self._note = ticket, note
-        prompts = {w.request_id: (i, len(w.prompt_ids)) for i, w in enumerate(ticket.works)}
-        self._writer = ChunkWriter(context, body, form, prompts)
+        self._writer = ChunkWriter(context, body, form, ticket.works)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), media_type="text/event-stream", headers=headers)
 

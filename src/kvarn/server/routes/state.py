@@ -111,7 +111,7 @@ def _stats(context: ServerContext, now: Snapshot) -> dict[str, Any]:
         "kv": {
             "cache": context.plan.mode,
             "format": kv_choice.running_format(context.plan),
-            "policy": kv_choice.running_policy(context.plan),
+            "policy": context.policy_name(None),
             "block_size": context.plan.block_size,
             "bytes_per_token": context.plan.bytes_per_token,
             **asdict(memory),

@@ -28,7 +28,8 @@ class KVChoice(Body):
     """The cache that a request wants. Null: the server's own."""
 
     format: str | None = Field(None, description="KV format, such as bfloat16, or k=NAME,v=NAME.")
-    policy: str | None = Field(None, description="KV policy, such as full.")
+    policy: str | None = Field(None, description="KV policy; full keeps every token.")
+    policy_options: dict[str, Any] | None = Field(None, description="The policy's own fields.")
 
 
 class StructuredOutputs(Body):
@@ -130,10 +131,12 @@ class Timings(BaseModel):
 
 
 class KvarnReport(BaseModel):
-    """One entry a prompt in timings; waits and preemptions in words, in the order in which they came."""
+    """One entry a prompt in timings; waits and preemptions in words, in the order in which they came; prefix: for each
+    answer, why no more of its prompt was found in the cache."""
 
     cached_tokens: int
     kv: KVUsed
     waits: list[str]
     preemptions: list[str]
+    prefix: list[str | None]
     timings: list[Timings]
