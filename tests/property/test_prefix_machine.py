@@ -123,7 +123,11 @@ class PrefixMachine(RuleBasedStateMachine):
         blocks = list(range(self.next_block, self.next_block + len(self.windows)))
         self.next_block += len(self.windows)
         given = [b if self.windows[g] is None or not late else None for g, b in enumerate(blocks)]
-        inserted = self.index.extend(guest.place, tokens, [None if b is None else ((0, b),) for b in given])
+        parts = [None if b is None else ((0, b),) for b in given]
+        here = self.known.get((guest.identity, guest.text + tuple(tokens)), [None] * len(given))
+        if any(mine is not None and theirs is not None for mine, theirs in zip(given, here, strict=True)):
+            assert self.index.extend(guest.place, tokens, parts) is None
+        inserted = self.index.extend(guest.place, tokens, parts, switches=True)
         assert inserted is not None
         self.touch(guest)
         guest.place, guest.text = inserted.node, guest.text + tuple(tokens)

@@ -173,11 +173,16 @@ class PrefixIndex:
                     self._shelve_part(above, group)
         self._let_go(node)
 
-    def extend(self, place: Node, token_ids: Sequence[int], parts: Sequence[Part | None]) -> Inserted | None:
+    def extend(
+        self, place: Node, token_ids: Sequence[int], parts: Sequence[Part | None], *, switches: bool = False
+    ) -> Inserted | None:
         """The sequence that stands at `place` sealed its next block: move its pin there.
 
-        parts: for each group its blocks; None only for a window group that dropped them already. None where the index
-        was reset meanwhile, or another text has the same key: the sequence then stays where it is, and goes on alone.
+        parts: for each group its blocks; None only for a window group that dropped them already. switches: where the
+        index has other blocks with the same contents, the sequence goes on with those (`Inserted.node.parts`) and gives
+        its own back; a pin stands for a sequence that really holds what is pinned. None where it does not switch and
+        would have to, the index was reset meanwhile, or another text has the same key: the sequence then stays where it
+        is, and goes on alone.
         """
         assert place.pins > 0 and len(token_ids) == self.block_size and len(parts) == len(self.window_nodes)
         assert all(parts[g] is not None for g in self._full), "a group without a window gave no blocks"
@@ -188,6 +193,10 @@ class PrefixIndex:
             return None
         if node is None:
             node = self._new(key, place, span)
+        elif not switches and any(
+            mine and theirs and mine != theirs for mine, theirs in zip(parts, node.parts, strict=True)
+        ):
+            return None
         self.pin(node)
         adopted = tuple(g for g, part in enumerate(parts) if part is not None and node.parts[g] is None)
         for group in adopted:

@@ -37,7 +37,7 @@ class Sealer:
         return place
 
     def extend(self, place: Node, tokens: Sequence[int]) -> Inserted | None:
-        return self.index.extend(place, tokens, [((0, next(self._ids)),) for _ in self.windows])
+        return self.index.extend(place, tokens, [((0, next(self._ids)),) for _ in self.windows], switches=True)
 
     def store(self, tokens: Sequence[int], identity: Identity = ME) -> None:
         self.index.unpin(self.enter(tokens, identity))
@@ -147,13 +147,19 @@ def test_evictions_say_what_and_why():
     assert str(gone) == "prefix block ending at token 8: least recently used, 2 uses ago"
 
 
-def test_a_second_sequence_with_the_same_text_keeps_its_own_blocks():
+def test_a_second_sequence_with_the_same_text_switches_to_the_first_ones_blocks_or_goes_on_alone():
     sealer = Sealer()
     first, second = (sealer.index.acquire(sealer.index.lookup(ME, text(5))) for _ in range(2))
-    one, two = (sealer.extend(place, text(4)) for place in (first, second))
-    assert one is not None and two is not None
-    assert one.node is two.node and (one.adopted, two.adopted) == ((0,), ())
+    one = sealer.extend(first, text(4))
+    assert one is not None and one.adopted == (0,)
+    assert sealer.index.extend(second, text(4), [((0, 8),)]) is None
+    two = sealer.index.extend(second, text(4), [((0, 8),)], switches=True)
+    assert two is not None and two.node is one.node and two.adopted == ()
     assert sealer.index.named(0, 1) == [{0: 1}]
+    sealer.index.unpin(one.node)
+    assert sealer.index.evictable_blocks(0, 0) == 0
+    sealer.index.unpin(two.node)
+    assert sealer.index.evictable_blocks(0, 0) == 1
 
 
 def test_windows_need_only_their_last_blocks():
