@@ -11,12 +11,12 @@ from kvarn.core.errors import KvarnError
 from kvarn.core.formats import format_names
 from kvarn.core.specs import LayerKind, LayerSpec
 from kvarn.planner.compute import Case, build_case, make_plan
-from kvarn.planner.memory import published
 from kvarn.planner.report import table
 from kvarn.planner.result import Plan
 from kvarn.planner.roofline import Device
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import show_bytes, show_tokens
+from kvarn.planner.weights import published
 
 PEER_FORMATS = {
     "vllm": ("fp8", "nvfp4"),

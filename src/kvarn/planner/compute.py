@@ -8,16 +8,7 @@ from dataclasses import dataclass, replace
 from kvarn import __version__
 from kvarn.core.geometry import ModelGeometry
 from kvarn.core.specs import LayerKind, LayerSpec
-from kvarn.planner.memory import (
-    CacheBudget,
-    Term,
-    cache_budget,
-    cache_terms,
-    model_weights,
-    other_terms,
-    published,
-    rank_weights,
-)
+from kvarn.planner.memory import CacheBudget, cache_budget, cache_terms, other_terms
 from kvarn.planner.profiles.base import EngineCache, Profile, Split
 from kvarn.planner.ranks import rank_stages
 from kvarn.planner.result import (
@@ -36,13 +27,18 @@ from kvarn.planner.result import (
 from kvarn.planner.roofline import Device, Timing, decode_work, limit, prefill_work
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import MAX_TOKENS, show_both, show_bytes, show_tokens
+from kvarn.planner.terms import Term
+from kvarn.planner.weights import AS_STORED, held_by_kvarn, model_weights, published, rank_weights
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one engine with settings resolved; the caches of a whole copy and of each pipeline stage's rank."""
+    """One model on one engine with settings resolved; the caches of a whole copy and of each pipeline stage's rank.
+
+    weights: as stored or published; stage_weights: as each stage's rank holds them. weight_width: bytes of one weight
+    that a product reads."""
 
     geometry: ModelGeometry
     profile: Profile
@@ -51,6 +47,7 @@ class Case:
     stages: tuple[EngineCache, ...]
     weights: Term
     stage_weights: tuple[Term, ...]
+    weight_width: float
 
 
 def heads_known(geometry: ModelGeometry) -> bool:
@@ -68,6 +65,9 @@ def build_case(geometry: ModelGeometry, profile: Profile, asked: Settings) -> Ca
     known = heads_known(geometry)
     cut = rank_stages(layers, settings.tp, settings.pp, heads_known=known)
     weights = model_weights(geometry, settings.weights)
+    held = held_by_kvarn(geometry, settings.weights) if profile.name == "kvarn" else None
+    counted = geometry.parameters.total if geometry.parameters else 0
+    loaded, width = held or (weights, weights.bytes / counted if counted else 0.0)
     return Case(
         geometry,
         profile,
@@ -75,7 +75,8 @@ def build_case(geometry: ModelGeometry, profile: Profile, asked: Settings) -> Ca
         profile.cache(layers, replace(settings, tp=1, pp=1)),
         tuple(profile.cache(stage, settings) for stage in cut),
         weights,
-        tuple(rank_weights(geometry, weights, i, settings) for i in range(len(cut))),
+        tuple(rank_weights(geometry, loaded, i, settings) for i in range(len(cut))),
+        width,
     )
 
 
@@ -219,8 +220,8 @@ def _kv(case: Case, stage: int, sequences: int) -> KVFigures:
 
 def _weights(case: Case, stage: int) -> WeightFigures:
     counted = case.geometry.parameters
-    stored = case.geometry.stored_weight_bytes is not None and case.settings.weights in (None, "native", "auto")
-    asked = case.settings.weights if case.settings.weights not in (None, "native", "auto") else None
+    stored = case.geometry.stored_weight_bytes is not None and case.settings.weights in AS_STORED
+    asked = case.settings.weights if case.settings.weights not in AS_STORED else None
     return WeightFigures(
         case.weights.bytes,
         counted.total if counted else None,
@@ -253,11 +254,6 @@ def _longest(case: Case, room: int, sequences: int) -> int:
     return limit_tokens if found >= MAX_TOKENS // 2 and limit_tokens else found
 
 
-def bytes_per_weight(case: Case) -> float:
-    counted = case.geometry.parameters
-    return case.weights.bytes / counted.total if counted and counted.total else 0.0
-
-
 def number_type(case: Case) -> str:
     """What the matrix products are computed in."""
     name = (case.settings.weights or published(case.geometry)).lower()
@@ -284,7 +280,7 @@ def _layer_token(case: Case, spec: LayerSpec) -> Split:
 
 def decode_timing(case: Case, device: Device, batch: int, context: int, kv_read: float) -> Timing | None:
     """The roofline of one decode step of a replica."""
-    work = decode_work(case.geometry, case.settings, batch, context, bytes_per_weight(case), kv_read)
+    work = decode_work(case.geometry, case.settings, batch, context, case.weight_width, kv_read)
     return limit(work, device, case.settings, number_type(case))
 
 
@@ -292,7 +288,7 @@ def _times(case: Case, device: Device | None, budget: CacheBudget | None) -> Tim
     g, s = case.geometry, case.settings
     if g.parameters is None:
         return Times()
-    per_weight, kv_read = bytes_per_weight(case), read_bytes(case, s.context_tokens)
+    per_weight, kv_read = case.weight_width, read_bytes(case, s.context_tokens)
     prefill = prefill_work(g, s, s.context_tokens, per_weight)
     decode = decode_work(g, s, s.batch, s.context_tokens, per_weight, kv_read)
     figures = Times(

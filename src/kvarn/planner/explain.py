@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from kvarn.core.specs import LayerKind, LayerSpec
-from kvarn.planner.compute import Case, attention_name, bytes_per_weight, read_bytes
+from kvarn.planner.compute import Case, attention_name, read_bytes
 from kvarn.planner.formats import LATENT_RECORDS, latent_formula, row_format
 from kvarn.planner.profiles.base import Split
 from kvarn.planner.report import table
@@ -201,7 +201,7 @@ def time_formulas(case: Case, plan: Plan) -> list[str]:
     g, s = case.geometry, case.settings
     if g.parameters is None:
         return []
-    per = bytes_per_weight(case)
+    per = case.weight_width
     multiplied, read = weights_seen(g, s.batch)
     first = prefill_work(g, s, s.context_tokens, per)
     step = decode_work(g, s, s.batch, s.context_tokens, per, read_bytes(case, s.context_tokens))

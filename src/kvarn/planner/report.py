@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from kvarn.planner.memory import Term
 from kvarn.planner.result import Plan
 from kvarn.planner.sizes import show_both, show_bytes, show_seconds, show_tokens
+from kvarn.planner.terms import Term
 
 _FIGURE = re.compile(r"^(?:[-+]?[\d.,]+(?:e[+-]?\d+)?\s?(?:x|B|[KMGT]i?B|s|ms|us|ns|tokens/s|TFLOP|%)?|-|\?|no limit)$")
 VERDICTS = {"fits": "FITS", "does_not_fit": "DOES NOT FIT", "unknown": "CANNOT TELL"}

@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvarn.core.errors import InvalidRequest
-from kvarn.planner.memory import Term
+from kvarn.planner.terms import Term
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
 EXIT_CODES = {"fits": 0, "does_not_fit": 1, "unknown": 2}
@@ -51,7 +51,8 @@ class KVFigures:
 
 @dataclass(frozen=True, slots=True)
 class WeightFigures:
-    """bytes: of the whole model. parameters: None where they cannot be counted. active: a token's own (MoE)."""
+    """bytes: of the whole model, as stored or published. rank_bytes: as the fullest rank holds them once loaded.
+    parameters: None where they cannot be counted. active: a token's own (MoE)."""
 
     bytes: int
     parameters: int | None
