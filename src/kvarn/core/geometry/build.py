@@ -160,7 +160,7 @@ def _model_type(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 def _geometry(
     model_type: str, c: ConfigReader, parts: ModelParts, name: str, provenance: str, config: Mapping[str, Any]
 ) -> ModelGeometry:
-    unknown = c.unknown_keys()
+    unknown, dtype, weight_format = c.unknown_keys(), _dtype(c, config), _weight_format(c, config)
     notes = list(c.notes)
     if unknown:
         notes.append(f"keys that look like cache geometry and are not understood: {', '.join(unknown)}")
@@ -171,7 +171,7 @@ def _geometry(
         hidden_size=c.size("hidden_size", "n_embd", "d_model", "dim"),
         vocab_size=c.size("vocab_size", "padded_vocab_size"),
         max_context=_max_context(c),
-        dtype=_dtype(c, config),
+        dtype=dtype,
         name=name or str(config.get("_name_or_path") or ""),
         provenance=provenance,
         notes=tuple(notes),
@@ -181,7 +181,7 @@ def _geometry(
         intermediate_size=parts.width,
         experts=parts.n_experts,
         experts_active=parts.n_active,
-        weight_format=_weight_format(c, config),
+        weight_format=weight_format,
         unknown_keys=unknown,
     )
 
