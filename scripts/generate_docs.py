@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -26,13 +26,18 @@ def commands_page() -> str:
     context = click.Context(
         kvarn, info_name="kvarn", terminal_width=WIDTH, max_content_width=WIDTH, help_option_names=["-h", "--help"]
     )
-    pages = [("kvarn", kvarn.get_help(context))]
-    for name in kvarn.list_commands(context):
-        command = kvarn.get_command(context, name)
-        assert command is not None
-        inner = click.Context(command, info_name=name, parent=context, terminal_width=WIDTH, max_content_width=WIDTH)
-        pages.append((f"kvarn {name}", command.get_help(inner)))
-    return "# Commands\n" + MADE + "".join(f"\n## {title}\n```text\n{text}\n```\n" for title, text in pages)
+    pages = "".join(f"\n## {title}\n```text\n{text}\n```\n" for title, text in help_pages(kvarn, context))
+    return "# Commands\n" + MADE + pages
+
+
+def help_pages(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
+    """(path, help) of a command and of everything below it."""
+    yield context.command_path, command.get_help(context)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from help_pages(inner, click.Context(inner, info_name=name, parent=context))
 
 
 def formats_page() -> str:

@@ -7,10 +7,12 @@ A command is a file of this folder. Its docstring's first line is its short help
 from __future__ import annotations
 
 import ast
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 import click
 
@@ -24,24 +26,28 @@ BROKEN_PIPE = 1  # as click itself ends, when the reader leaves while a command 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def short_help(name: str) -> str:
+def short_help(name: str, package: str = PACKAGE) -> str:
     """First line of a command file's docstring, without importing it."""
-    source = files(PACKAGE).joinpath(f"{name}.py").read_text(encoding="utf-8")
+    source = files(package).joinpath(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 class Commands(click.Group):
-    """The commands found as files."""
+    """The commands found as files of `package`. kind: what an unknown one is called in the error."""
+
+    def __init__(self, *arguments: Any, package: str = PACKAGE, kind: str = "command", **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.package, self.kind = package, kind
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name.replace("_", "-") for name in names_in(PACKAGE)]
+        return [name.replace("_", "-") for name in names_in(self.package)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Raises UnknownName, which offers the nearest command."""
-        return load(PACKAGE, cmd_name.replace("-", "_"), "COMMAND", "command")
+        return load(self.package, cmd_name.replace("-", "_"), "COMMAND", self.kind)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, short_help(name.replace("-", "_"))) for name in self.list_commands(ctx)]
+        rows = [(name, short_help(name.replace("-", "_"), self.package)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
@@ -54,6 +60,8 @@ def kvarn() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, or the error's code, 130 after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode is no reason to fail
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

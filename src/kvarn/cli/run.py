@@ -11,7 +11,7 @@ import click
 
 from kvarn.cli._options import engine_options, engine_options_of, sampling_options, sampling_params_of
 from kvarn.cli._session import Report, load, print_report
-from kvarn.core.errors import InvalidRequest
+from kvarn.core.errors import InvalidRequest, KvarnError
 from kvarn.core.requests import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -93,4 +93,6 @@ def answer(llm: LLM, ids: list[int], params: SamplingParams, *, echo: bool) -> R
     if echo:
         click.echo()
     assert llm.last_output is not None
+    if (error := llm.last_output.completions[0].error) is not None:
+        raise KvarnError(error)
     return llm.last_output

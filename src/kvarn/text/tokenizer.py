@@ -75,7 +75,7 @@ class Tokenizer:
         try:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequest(f"the prompt is no valid Unicode text: {error}") from error
+            raise InvalidRequest("the prompt is not valid Unicode text: it holds lone surrogates") from error
         if not add_special:
             return ids
         head = [self.settings.bos_id] if self.settings.add_bos and self.settings.bos_id is not None else []

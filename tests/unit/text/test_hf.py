@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from kvarn.core.errors import ModelError
+from kvarn.core.errors import InvalidRequest, ModelError
 from kvarn.text import Tokenizer
 from kvarn.text.hf import load_directory
 from support.vocabularies import train_byte_level
@@ -95,3 +95,8 @@ def test_a_word_piece_tokenizer_is_refused(tmp_path: Path) -> None:
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ModelError, match="WordPiece"):
         load_directory(tmp_path)
+
+
+def test_text_that_is_not_unicode(directory: Path) -> None:
+    with pytest.raises(InvalidRequest, match="not valid Unicode"):
+        load_directory(directory).encode("a\udcffb")
