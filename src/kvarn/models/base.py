@@ -54,7 +54,7 @@ class CausalLM:
             for kind, spec in zip(self.rope_kinds(), self.layers, strict=True)
         }
         self._weights = weights
-        self._embedding = weights.table("model.embed_tokens.weight", self.vocab_size, self.hidden_size)
+        self._embedding = weights.table("model.embed_tokens.weight", self.vocab_size, self.hidden_size, self.tied)
         self._embedding_scale = self.embedding_scale()
         self._decoder: tuple[DecoderLayer, ...] = tuple(self.decoder_layer(i) for i in range(len(self.layers)))
         self._norm = self.norm("model.norm.weight", self.hidden_size)

@@ -32,8 +32,8 @@ class Weights(Protocol):
         """A norm's weight [size] float32. plus_one: the model applies it as (1 + w)."""
         ...
 
-    def table(self, name: str, rows: int, columns: int) -> Table:
-        """An embedding [rows, columns]."""
+    def table(self, name: str, rows: int, columns: int, tied: bool) -> Table:
+        """An embedding [rows, columns]; tied: it is the output's matrix too."""
         ...
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -48,7 +48,7 @@ class Wanted:
     activations: torch.dtype = torch.float32
     linears: set[LinearSpec] = field(default_factory=set)
     norms: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    tables: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tables: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
 
     def linear(self, columns: int, *parts: tuple[str, int], bias: bool = False) -> Product:
         self.linears.add(LinearSpec(parts, columns, bias))
@@ -58,8 +58,8 @@ class Wanted:
         self.norms[name] = (size, plus_one)
         return torch.empty(0)
 
-    def table(self, name: str, rows: int, columns: int) -> Table:
-        self.tables[name] = (rows, columns)
+    def table(self, name: str, rows: int, columns: int, tied: bool) -> Table:
+        self.tables[name] = (rows, columns, tied)
         return _UNREAD
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -67,7 +67,8 @@ class Wanted:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor asked for."""
-        found: dict[str, tuple[int, ...]] = {**self.tables, **{name: (size,) for name, (size, _) in self.norms.items()}}
+        found: dict[str, tuple[int, ...]] = {name: (rows, columns) for name, (rows, columns, _) in self.tables.items()}
+        found |= {name: (size,) for name, (size, _) in self.norms.items()}
         for spec in self.linears:
             for name, rows in spec.parts:
                 found[f"{name}.weight"] = (rows, spec.columns)
@@ -102,8 +103,8 @@ class Loaded:
         self.activations = kind.activations
         linears = sorted(wanted.linears, key=lambda spec: -spec.rows * spec.columns)
         jobs: dict[Any, Callable[[], Any]] = {}
-        for name, shape in wanted.tables.items():
-            jobs[name] = lambda name=name, shape=shape: kind.table(name, shape, source)
+        for name, (rows, columns, tied) in wanted.tables.items():
+            jobs[name] = lambda name=name, at=(rows, columns), tied=tied: kind.table(name, at, source, tied)
         for spec in linears:
             jobs[spec] = lambda spec=spec: kind.linear(spec, source)
         for name, (size, plus_one) in wanted.norms.items():
@@ -117,7 +118,7 @@ class Loaded:
     def norm(self, name: str, size: int, plus_one: bool = False) -> Tensor:
         return self._ready[name]
 
-    def table(self, name: str, rows: int, columns: int) -> Table:
+    def table(self, name: str, rows: int, columns: int, tied: bool) -> Table:
         return self._ready[name]
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -128,10 +129,17 @@ class Loaded:
 
 
 def _run(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Run every job on as many threads as PyTorch uses; the first error is raised."""
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-        futures = {key: pool.submit(job) for key, job in jobs.items()}
-        return {key: future.result() for key, future in futures.items()}
+    """Run every job on as many threads as PyTorch uses, each job on one; the first error is raised.
+
+    Within a job PyTorch must not fork again: its threads would wait for each other more than they work.
+    """
+    n_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            futures = {key: pool.submit(job) for key, job in jobs.items()}
+            return {key: future.result() for key, future in futures.items()}
+    finally:
+        torch.set_num_threads(n_threads)  # what threads to come start with
 
 
 def check(wanted: Wanted, source: TensorSource) -> None:

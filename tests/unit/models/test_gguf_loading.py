@@ -14,7 +14,8 @@ import transformers
 from kvarn.core.errors import ConfigError, ModelError, UnknownArchitecture, UnknownName
 from kvarn.core.gguf_header import read_gguf_header
 from kvarn.models.loading import load_model
-from kvarn.models.loading.gguf import FLOATS, QUANTIZED, GGUFSource
+from kvarn.models.loading.gguf import GGUFSource
+from kvarn.models.weights._ggml import FLOATS, QUANTIZED
 from support.gguf_writing import write_gguf
 from support.list_of_blocks import ListOfBlocks, run
 

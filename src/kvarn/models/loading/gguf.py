@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, TensorNameMap, get_tensor_name_map
-from gguf.quants import dequantize
+from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
 from kvarn.core.errors import ModelError, UnknownArchitecture
 from kvarn.core.gguf_header import GGUFHeader, GGUFTensor
+from kvarn.models.weights._ggml import FLOATS, QUANTIZED, decode, decode_into
 from kvarn.models.weights.base import RawBlocks
 
-FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-QUANTIZED = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
-CHUNK_ELEMENTS = 1 << 16  # dequantized at a time: 256 KiB of float32, so that the steps between stay in the cache
 REORDERED = "llama"  # the GGUF architecture whose converter reorders query and key rows
 
 
@@ -49,12 +46,10 @@ class GGUFSource:
             each = len(data) // heads
             halves = out.unflatten(0, (heads, 2, each // 2))
             for head in range(heads):
-                pairs = _numbers(tensor.type, data[head * each : (head + 1) * each]).unflatten(0, (each // 2, 2))
+                pairs = decode(tensor.type, data[head * each : (head + 1) * each]).unflatten(0, (each // 2, 2))
                 halves[head].copy_(pairs.transpose(0, 1).reshape(halves[head].shape))
             return
-        target = out if out.dim() > 1 else out.view(len(data), -1)
-        for rows in _chunks(len(data), CHUNK_ELEMENTS // max(1, tensor.elements // len(data))):
-            target[rows].copy_(_numbers(tensor.type, data[rows]).view(target[rows].shape))
+        decode_into(out if out.dim() > 1 else out.view(len(data), -1), tensor.type, data)
 
     def raw(self, name: str) -> RawBlocks | None:
         tensor, data = self._rows(name)
@@ -70,7 +65,7 @@ class GGUFSource:
         if gguf_name not in self._tensors:
             raise ModelError(f"{self.provenance}: tensor {gguf_name} is missing", fixes=("fetch the model again",))
         header, tensor = self._tensors[gguf_name]
-        return _numbers(tensor.type, self._bytes(header, tensor)).flatten().tolist()
+        return decode(tensor.type, self._bytes(header, tensor)).flatten().tolist()
 
     def _there(self, name: str) -> str:
         return self._names.get_name(name, try_suffixes=(".weight", ".bias")) or name
@@ -93,21 +88,6 @@ class GGUFSource:
         rows = tensor.shape[0] if tensor.shape[1:] or tensor.type in FLOATS else 1
         start = tensor.offset_bytes
         return self._files[header.path][start : start + tensor.nbytes].reshape(rows, -1)
-
-
-def _numbers(kind: str, data: np.ndarray) -> Tensor:
-    """Rows of bytes as a float tensor [rows, columns]."""
-    if kind in FLOATS:
-        numbers = torch.from_numpy(np.ascontiguousarray(data).view(FLOATS[kind]))
-        return numbers.view(torch.bfloat16) if kind == "BF16" else numbers
-    # as one long row: blocks do not know rows, and the package works through rows a few at a time
-    return torch.from_numpy(dequantize(data.reshape(1, -1), GGMLQuantizationType[kind])).view(len(data), -1)
-
-
-def _chunks(rows: int, at_once: int) -> Iterator[slice]:
-    step = max(1, at_once)
-    for begin in range(0, rows, step):
-        yield slice(begin, min(begin + step, rows))
 
 
 def _name_map(header: GGUFHeader) -> TensorNameMap:

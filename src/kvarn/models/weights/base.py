@@ -72,7 +72,7 @@ class Table(Protocol):
         ...
 
     def product(self) -> Product:
-        """hidden [T, columns] -> [T, rows], sharing the table's memory."""
+        """hidden [T, columns] -> [T, rows] with the same numbers, of a table that was asked for as tied."""
         ...
 
     def tensors(self) -> tuple[Tensor, ...]: ...
@@ -88,8 +88,8 @@ class WeightKind(Protocol):
         """Read the parts and pack them. Thread-safe."""
         ...
 
-    def table(self, name: str, shape: tuple[int, int], source: TensorSource) -> Table:
-        """Read an embedding."""
+    def table(self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool) -> Table:
+        """Read an embedding; tied: its product is wanted too. Thread-safe."""
         ...
 
 
@@ -114,5 +114,5 @@ def read_vector(name: str, size: int, source: TensorSource) -> Tensor:
 
 
 def total_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, a shared one counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    """Bytes of `tensors`, a shared one counted once. (A matrix in oneDNN's layout has no storage to ask.)"""
+    return sum({id(t): t.nbytes for t in tensors}.values())

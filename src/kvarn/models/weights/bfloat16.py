@@ -1,5 +1,5 @@
 import torch
 
-from kvarn.models.weights._dense import DenseKind
+from kvarn.models.weights._float import FloatKind
 
-KIND = DenseKind("bfloat16", torch.bfloat16)
+KIND = FloatKind("bfloat16", torch.bfloat16)

@@ -1,5 +1,5 @@
 import torch
 
-from kvarn.models.weights._dense import DenseKind
+from kvarn.models.weights._float import FloatKind
 
-KIND = DenseKind("float32", torch.float32)
+KIND = FloatKind("float32", torch.float32)
