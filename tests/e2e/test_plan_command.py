@@ -98,6 +98,10 @@ def test_fit_finds_settings_for_a_target(capsys: pytest.CaptureFixture[str]) -> 
         assert entry["plan"]["tp"] * entry["plan"]["pp"] * entry["plan"]["dp"] == 2
     assert plan(capsys, *FACTORS, "--fit", "900 users at 1m on one custom:8GB:100GB:1TFLOPS")[0] == 1
     assert plan(capsys, *FACTORS, "--fit", "as much as you can")[0] == 2
+    asked = [*DEVICE, "--devices", "2", "--concurrency", "32", "--context", "32k", "--fit"]
+    code, out, _ = plan(capsys, *FACTORS, *asked)
+    assert code == 0
+    assert "32 users at 32,768 tokens on 2 x custom 80GB" in out
 
 
 LOG = """INFO Model loading took 14.96 GiB
@@ -218,12 +222,15 @@ print(time.process_time(), kib, code, loaded, file=sys.stderr)
 
 
 def test_a_named_model_is_planned_fast_small_and_without_torch() -> None:
-    """Seconds of processor time, interpreter included, so that a busy machine does not decide."""
+    """Seconds of processor time, interpreter included, the best of three runs, so that a busy machine does not decide."""
     arguments = ["plan", "llama-3.1-8b", *DEVICE, "--context", "128k"]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-    took_s, kib, code, loaded = done.stderr.strip().splitlines()[-1].split(" ", 3)
-    assert (code, loaded) == ("0", "[]"), done.stderr
-    assert float(took_s) < 0.5
-    assert int(kib) < 100 * 1024
+    times = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
+        took_s, kib, code, loaded = done.stderr.strip().splitlines()[-1].split(" ", 3)
+        assert (code, loaded) == ("0", "[]"), done.stderr
+        assert int(kib) < 100 * 1024
+        times.append(float(took_s))
+    assert min(times) < 0.5

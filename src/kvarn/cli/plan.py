@@ -22,7 +22,7 @@ from kvarn.planner.logs import compare_log, log_report, parse_log, settings_from
 from kvarn.planner.machines import device_names, find_device
 from kvarn.planner.report import compare, render
 from kvarn.planner.roofline import Device
-from kvarn.planner.search import fit, fit_lines, parse_target
+from kvarn.planner.search import Target, fit, fit_lines, parse_target
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import parse_size
 
@@ -95,7 +95,14 @@ class Asked:
 @click.option("--parameters", metavar="N", help="Parameters of the model, such as 8e9.")
 @click.option("--explain", "explained", is_flag=True, help="Write every formula with its factors put in.")
 @click.option("--compare", "compared", is_flag=True, help="Models, or settings such as kv=int8,tp=2, side by side.")
-@click.option("--fit", "target", metavar="TEXT", help="Search settings for a target: '32 users at 32k on two L40S'.")
+@click.option(
+    "--fit",
+    "target",
+    is_flag=False,
+    flag_value="",
+    metavar="[TEXT]",
+    help="Search settings for a target: '32 users at 32k on two L40S', or for the other flags' figures.",
+)
 @click.option(
     "--log",
     "log_file",
@@ -120,7 +127,7 @@ def COMMAND(ctx: click.Context, models: tuple[str, ...], **options: Any) -> int:
     if shown := _listing(options):
         click.echo("\n".join(shown))
         return 0
-    if options["target"]:
+    if options["target"] is not None:
         return _fit(models, options, ctx.meta["kvarn.flags"])
     if options["compared"]:
         return _compare(models, options, ctx.meta["kvarn.flags"])
@@ -259,7 +266,7 @@ def _compare(models: Sequence[str], options: dict[str, Any], fields: dict[str, A
 
 def _fit(models: tuple[str, ...], options: dict[str, Any], fields: dict[str, Any]) -> int:
     """Search settings; the target's figures stand in for flags that were not given."""
-    target = parse_target(options["target"])
+    target = parse_target(options["target"]) if options["target"] else Target()
     chosen = dict(options)
     for key, value in (
         ("concurrency", target.sequences),

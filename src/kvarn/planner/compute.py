@@ -10,7 +10,7 @@ from kvarn.core.geometry import ModelGeometry
 from kvarn.core.specs import LayerKind, LayerSpec
 from kvarn.planner.memory import CacheBudget, cache_budget, cache_terms, other_terms
 from kvarn.planner.profiles.base import EngineCache, Profile, Split
-from kvarn.planner.ranks import rank_stages
+from kvarn.planner.ranks import rank_stages, with_compressed
 from kvarn.planner.result import (
     BatchPoint,
     Capacity,
@@ -72,8 +72,8 @@ def build_case(geometry: ModelGeometry, profile: Profile, asked: Settings) -> Ca
         geometry,
         profile,
         settings,
-        profile.cache(layers, replace(settings, tp=1, pp=1)),
-        tuple(profile.cache(stage, settings) for stage in cut),
+        profile.cache(with_compressed(layers), replace(settings, tp=1, pp=1)),
+        tuple(profile.cache(with_compressed(stage), settings) for stage in cut),
         weights,
         tuple(rank_weights(geometry, loaded, i, settings) for i in range(len(cut))),
         width,
@@ -164,6 +164,9 @@ def _verdict(
     if device is not None and case.settings.kv_memory_bytes is None and case.weights.certainty == "unknown":
         return "unknown", f"{need}{where}; the weights' size is unknown: state --weights-size or --kv-memory"
     have = f"{show_both(budget.bytes)} are left for it"
+    alone = min(t.low for t in case.stage_weights)
+    if device is not None and alone > device.memory_bytes:
+        return "does_not_fit", f"{need}{where}; the weights alone are {show_both(alone)}, more than the device has"
     over = _over_device(case, device, budget)
     if over:
         return "does_not_fit", f"{need}{where}; with weights that is {show_both(over)} more than the device has"
@@ -263,7 +266,7 @@ def number_type(case: Case) -> str:
 def read_bytes(case: Case, context: int) -> float:
     """Cache bytes that one sequence's decode step reads: what its queries see, not what is reserved."""
     seen = Split()
-    for spec, n in Counter(case.geometry.layers).items():
+    for spec, n in Counter(with_compressed(case.geometry.layers)).items():
         window = spec.window_tokens or spec.chunk_tokens or context
         seen += _layer_token(case, spec).times(n * min(context, window))
     return seen.total + 2 * sum(s.state_bytes for s in case.geometry.layers)
@@ -341,6 +344,8 @@ def shape_words(spec: LayerSpec) -> str:
         parts.append(f"{spec.query_heads} query heads on {spec.kv_heads} KV heads of {dims}")
     if spec.index_dim:
         parts.append(f"indexer key {spec.index_dim}")
+    if spec.compress_tokens:
+        parts.append(f"{spec.compressed_dim} numbers stay for every {spec.compress_tokens} tokens")
     if spec.window_tokens:
         parts.append(f"window {spec.window_tokens:,}")
     if spec.chunk_tokens:
@@ -367,7 +372,7 @@ def _groups(case: Case) -> tuple[LayerGroup, ...]:
             attention_name(spec),
             n,
             shape_words(spec),
-            n * _layer_token(case, spec).total if spec.shares_layer is None else 0,
+            n * sum(_layer_token(case, part).total for part in with_compressed((spec,)) if spec.shares_layer is None),
             n * spec.state_bytes,
         )
         for spec, n in Counter(case.geometry.layers).items()

@@ -10,6 +10,7 @@ from kvarn.core.specs import LayerKind, LayerSpec
 from kvarn.planner.compute import Case, attention_name, read_bytes
 from kvarn.planner.formats import LATENT_RECORDS, latent_formula, row_format
 from kvarn.planner.profiles.base import Split
+from kvarn.planner.ranks import with_compressed
 from kvarn.planner.report import table
 from kvarn.planner.result import Plan
 from kvarn.planner.roofline import attention_flops, decode_work, prefill_work, weights_seen
@@ -68,7 +69,7 @@ def layer_formula(case: Case, spec: LayerSpec) -> list[str]:
 def cache_formulas(case: Case, plan: Plan) -> list[str]:
     """The cache from layers to batch."""
     lines = ["Cache, factor by factor (one device, whole model)"]
-    for spec, n in _unique(case.geometry.layers).items():
+    for spec, n in _unique(with_compressed(case.geometry.layers)).items():
         each = one_layer(case, spec).total if spec.shares_layer is None else 0
         lines.append(f"  {n} layers of {attention_name(spec)}: {each:,} B a token each")
         lines += [f"    {text}" for text in layer_formula(case, spec)]

@@ -62,6 +62,18 @@ def rank_layer(spec: LayerSpec, tp: int, *, heads_known: bool = True) -> LayerSp
     return replace(spec, kv_heads=heads, query_heads=queries, state=state)
 
 
+def with_compressed(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Layers whose compressed entries stand as layers of their own: d numbers for every n tokens are d / n a token of
+    the whole context, beside what the window keeps (DeepSeek-V4)."""
+    found: list[LayerSpec] = []
+    for spec in layers:
+        found.append(replace(spec, compressed_dim=0, compress_tokens=0))
+        if spec.compress_tokens:
+            each = -(-spec.compressed_dim // spec.compress_tokens)
+            found.append(LayerSpec(latent_dim=each, query_heads=spec.query_heads))
+    return tuple(found)
+
+
 def stage_sizes(n_layers: int, pp: int) -> tuple[int, ...]:
     """Layers of each pipeline stage, as even as can be; what is left over goes to the later stages but the last, which
     has the output head as well (vLLM's rule). Raises IncompatiblePlan for more stages than layers."""

@@ -75,16 +75,21 @@ def seen_tokens(spec: LayerSpec, first: int, count: int) -> int:
     return growing * first + growing * (growing + 1) // 2 + (count - growing) * window
 
 
-def attention_dims(spec: LayerSpec) -> int:
-    """Multiply-adds of one query over one key and value, all query heads (MLA in its absorbed form, as it decodes)."""
+def attention_dims(spec: LayerSpec, queries: int = 1) -> int:
+    """Multiply-adds of one query over one key and value, all query heads. MLA decodes in its absorbed form, over
+    latents; a prompt is cheaper with keys and values expanded."""
+    absorbed = 2 * spec.latent_dim + spec.rope_dim
+    expanded = spec.k_dim + spec.v_dim
     if spec.latent_dim:
-        return spec.query_heads * (2 * spec.latent_dim + spec.rope_dim)
-    return spec.query_heads * (spec.k_dim + spec.v_dim)
+        return spec.query_heads * (min(absorbed, expanded) if queries > 1 and expanded else absorbed)
+    return spec.query_heads * expanded
 
 
 def attention_flops(layers: tuple[LayerSpec, ...], first: int, count: int) -> int:
     """FLOPs of QK^T and PV over all layers; a layer that shares a cache still attends."""
-    return sum(2 * attention_dims(s) * seen_tokens(s, first, count) for s in layers if s.kind is not LayerKind.NONE)
+    return sum(
+        2 * attention_dims(s, count) * seen_tokens(s, first, count) for s in layers if s.kind is not LayerKind.NONE
+    )
 
 
 def weights_seen(geometry: ModelGeometry, rows: int) -> tuple[float, float]:
