@@ -120,15 +120,19 @@ class CacheGroup:
         for index, (pool, store) in enumerate(zip(self.pools, self.stores, strict=True)):
             mine = [b for p, b in zip(pools, blocks, strict=True) if p == index]
             freed = pool.give_back(mine)
-            if index == OPEN:
-                self._open_columns -= len(mine)
-                for block in freed:
-                    self._sealed_as.pop(block, None)
-            elif freed and self._sealed_as:
-                gone = set(freed)
-                self._sealed_as = {source: made for source, made in self._sealed_as.items() if made not in gone}
+            self._open_columns -= len(mine) if index == OPEN else 0
+            self._forget_seals(index, freed)
             if freed and self.poison:
                 store.poison(freed)
+
+    def _forget_seals(self, pool: int, freed: list[int]) -> None:
+        """Freed blocks are no longer what another was sealed as, nor sealed as another."""
+        if pool == OPEN:
+            for block in freed:
+                self._sealed_as.pop(block, None)
+        elif freed and self._sealed_as:
+            gone = set(freed)
+            self._sealed_as = {source: made for source, made in self._sealed_as.items() if made not in gone}
 
     # -- room -----------------------------------------------------------------------------------------------------
     def slack_tokens(self, row: int) -> int:
@@ -217,9 +221,7 @@ class CacheGroup:
     def free_reference(self, pool: int, block: int) -> None:
         """Give back a reference that no table holds (the prefix index's)."""
         freed = self.pools[pool].give_back((block,))
-        if pool == OPEN:
-            for each in freed:
-                self._sealed_as.pop(each, None)
+        self._forget_seals(pool, freed)
         if freed and self.poison:
             self.stores[pool].poison(freed)
 

@@ -62,20 +62,40 @@ class PrefixSharing:
             if any(p is None and g.spec.window_tokens is None for p, g in zip(parts, self._groups, strict=True)):
                 return
             begin = state.indexed * self._size
-            inserted = self.index.extend(state.place, state.token_ids[begin : begin + self._size], parts)
+            span = state.token_ids[begin : begin + self._size]
+            inserted = self.index.extend(state.place, span, parts, switches=True)
             if inserted is None:
                 self.leave(state)
                 return
-            for index in inserted.adopted:
-                for pool, block in parts[index] or ():
-                    self._groups[index].pools[pool].share((block,))
+            for index, part in enumerate(parts):
+                if index in inserted.adopted:
+                    for pool, block in part or ():
+                        self._groups[index].pools[pool].share((block,))
+                elif part is not None:
+                    self._switch(index, state, part, inserted.node.parts[index])
             state.place = inserted.node
             state.indexed += 1
+
+    def _switch(self, index: int, state: SequenceState, own: Part, known: Part | None) -> None:
+        """The sequence computed what the index holds already: it goes on with those blocks and gives its own back."""
+        group, row = self._groups[index], state.rows[index]
+        assert known is not None, "the index neither adopted the blocks nor has any"
+        column = self._column(group, row, state)
+        for offset, ((pool, mine), (known_pool, theirs)) in enumerate(zip(own, known, strict=True)):
+            if (pool, mine) != (known_pool, theirs):
+                assert pool == known_pool, "blocks of one identity lie in one pool"
+                group.pools[pool].share((theirs,))
+                group.tables.replace(row + offset, column, pool, theirs)
+                group.free_reference(pool, mine)
+
+    def _column(self, group: CacheGroup, row: int, state: SequenceState) -> int:
+        """Where block number state.indexed of the text stands in the tables; negative where it was dropped."""
+        return state.indexed - (state.length - int(group.tables.fill[row])) // self._size
 
     def _part(self, group: CacheGroup, row: int, state: SequenceState) -> Part | None:
         """The group's blocks that hold block number state.indexed of the text; None while not sealed, or dropped."""
         tables, rest = group.tables, len(group.pools) - 1
-        column = state.indexed - (state.length - int(tables.fill[row])) // self._size
+        column = self._column(group, row, state)
         rows = range(row, row + group.rows_per_seq)
         if column < 0 or any(tables.pool[r, column] != rest for r in rows):
             return None

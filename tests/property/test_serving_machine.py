@@ -1,0 +1,205 @@
+"""Attack scheduler, cache manager and prefix index together: add, step, cancel, fail, in any order, in a cache that is
+far too small. Nothing starves or is ended for want of room, nothing shared is written, every ledger balances."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvarn.core.errors import DoesNotFit
+from kvarn.core.options import CachePlan, EngineOptions, GroupPlan, PoolPlan
+from kvarn.core.specs import LayerSpec
+from kvarn.engine.reasons import Expired
+from kvarn.engine.scheduler import Scheduler
+from kvarn.engine.sequence import Entry
+from kvarn.engine.step_plan import SchedulerConfig, StepPlan
+from kvarn.kernels import load_backend
+from kvarn.kv.manager import CacheManager
+from kvarn.kv.sizing import plan_cache
+from kvarn.kv.step import Span
+
+BLOCK = 4
+FULL = LayerSpec(1, 2, 2, 1)
+CONTEXT_TOKENS = 48
+
+
+def make_plan(
+    layers: list[LayerSpec], max_seqs: int, step_tokens: int, residual: int, blocks: int, sealed: str | None
+) -> CachePlan:
+    """Pools of `blocks` blocks, or fewer where the plan has no use for so many."""
+    asked = EngineOptions(
+        block_size=BLOCK,
+        context_tokens=CONTEXT_TOKENS,
+        max_seqs=max_seqs,
+        step_tokens=step_tokens,
+        residual_tokens=residual,
+    )
+    plan = plan_cache(layers, asked, max_context=None, default_format="float32", free_bytes=1 << 30)
+    groups = []
+    for group in plan.groups:
+        (pool,) = group.pools
+        pools = (PoolPlan("float32", min(blocks, pool.n_blocks), pool.block_bytes),)
+        if sealed is not None:
+            pools = (*pools, PoolPlan(sealed, min(blocks, pool.n_blocks), pool.block_bytes // 2))
+        groups.append(GroupPlan(group.group, pools, group.grain))
+    return replace(plan, groups=tuple(groups))
+
+
+class ServingMachine(RuleBasedStateMachine):
+    @initialize(
+        window=st.sampled_from([None, None, 1, 6, 9]),
+        only_windows=st.booleans(),
+        max_seqs=st.integers(1, 5),
+        step_tokens=st.integers(2, 20),
+        blocks=st.integers(6, 20),
+        sealed=st.sampled_from([None, None, "float16"]),
+        residual=st.sampled_from([0, 1, 5]),
+        max_preemptions=st.integers(0, 3),
+        growth_tokens=st.sampled_from([0, BLOCK]),
+    )
+    def begin(
+        self, window, only_windows, max_seqs, step_tokens, blocks, sealed, residual, max_preemptions, growth_tokens
+    ) -> None:
+        other = FULL if window is None else replace(FULL, window_tokens=window)
+        layers = [other] if only_windows else [FULL, other]
+        plan = make_plan(layers, max_seqs, step_tokens, residual, blocks, sealed)
+        self.manager = CacheManager(plan, layers, load_backend("reference"), poison=True, model_id="a model")
+        config = SchedulerConfig(
+            max_seqs=max_seqs,
+            step_tokens=step_tokens,
+            context_tokens=CONTEXT_TOKENS,
+            max_preemptions=max_preemptions,
+            growth_tokens=growth_tokens,
+        )
+        self.scheduler = Scheduler(config, self.manager)
+        self.living: dict[int, Entry] = {}
+        self.now_s, self.next_id = 0.0, 0
+
+    @rule(
+        head=st.integers(0, 2),
+        shared=st.integers(0, 14),
+        own=st.integers(1, 14),
+        new=st.integers(1, 16),
+        children=st.sampled_from([0, 0, 0, 1, 2]),
+        priority=st.sampled_from([0, 0, 1]),
+        tenant=st.sampled_from("ab"),
+        deadline_s=st.sampled_from([None, None, None, 1.0]),
+        reuse=st.sampled_from([True, True, False]),
+    )
+    def add(self, head, shared, own, new, children, priority, tenant, deadline_s, reuse) -> None:
+        """Texts that begin alike: with one of three heads."""
+        ids = range(self.next_id, self.next_id + 1 + children)
+        entry = Entry(
+            ids[0],
+            (*[head] * shared, *range(own)),
+            new,
+            self.now_s,
+            tuple(ids[1:]),
+            priority=priority,
+            tenant=tenant,
+            namespace=tenant.encode(),
+            deadline_s=None if deadline_s is None else self.now_s + deadline_s,
+            reuse_prompt=reuse,
+        )
+        try:
+            self.scheduler.add(entry)
+        except DoesNotFit:
+            return
+        self.next_id = ids.stop
+        self.living |= dict.fromkeys(ids, entry)
+
+    @rule(seconds=st.sampled_from([0.01, 0.01, 0.5]))
+    def step(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.take(self.scheduler.schedule(self.now_s))
+
+    @precondition(lambda self: getattr(self, "living", None))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.living)))
+        assert self.scheduler.cancel(seq_id)
+        del self.living[seq_id]
+
+    @precondition(lambda self: getattr(self, "living", None))
+    @rule()
+    def a_step_fails(self) -> None:
+        """The model raises: what was in the step ends."""
+        plan = self.scheduler.schedule(self.now_s)
+        self.ended(plan)
+        spans = [Span(r.seq_id, r.start, r.n_tokens) for r in plan.rows]
+        if spans:
+            self.manager.begin_step(spans)
+            self.manager.abort_step(spans)
+        for span in spans:
+            assert self.scheduler.cancel(span.seq_id)
+            del self.living[span.seq_id]
+
+    def ended(self, plan: StepPlan) -> None:
+        for ended in plan.ended:
+            assert isinstance(ended, Expired), str(ended)
+            del self.living[ended.seq_id]
+
+    def take(self, plan: StepPlan) -> None:
+        self.ended(plan)
+        if not plan.rows:
+            return
+        spans = [Span(r.seq_id, r.start, r.n_tokens) for r in plan.rows]
+        texts = [self.scheduler.sequence(s.seq_id).tokens[s.start : s.start + s.n_tokens] for s in spans]
+        self.manager.begin_step(spans)
+        for span in spans:
+            self.check_private(span)
+        for span, text in zip(spans, texts, strict=True):
+            self.manager.commit(span.seq_id, text)
+        for row in plan.rows:
+            token = (sum(self.scheduler.sequence(row.seq_id).tokens) % 3,)
+            self.scheduler.advance(row.seq_id, row.n_tokens, token if row.samples else ())
+            for child in row.children:
+                self.scheduler.fork(child, token)
+            for seq_id in (*row.children, row.seq_id):
+                seq, entry = self.scheduler.sequence(seq_id), self.living[seq_id]
+                if len(seq.tokens) == len(entry.prompt_ids) + entry.max_tokens:
+                    self.scheduler.finish(seq_id)
+                    del self.living[seq_id]
+
+    def check_private(self, span: Span) -> None:
+        """The blocks that a step writes belong to one sequence alone."""
+        state = self.manager.sequences[span.seq_id]
+        for group, row in zip(self.manager.groups, state.rows, strict=True):
+            fill = int(group.tables.fill[row])
+            for column in range(fill // BLOCK, (fill + span.n_tokens - 1) // BLOCK + 1):
+                pool, block = int(group.tables.pool[row, column]), int(group.tables.block[row, column])
+                assert group.pools[pool].refs[block] == 1, "a step writes into a shared block"
+
+    @invariant()
+    def balanced(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        assert self.manager.prefixes is not None
+        self.manager.prefixes.index.check()
+        assert len(self.manager.sequences) == self.scheduler.n_running
+        assert self.scheduler.has_work == bool(self.living)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for _ in range(10_000):
+            if not self.living:
+                break
+            self.now_s += 0.01
+            plan = self.scheduler.schedule(self.now_s)
+            assert plan.rows or plan.ended, "nobody came on"
+            self.take(plan)
+            self.balanced()
+        assert not self.living, "no end in sight"
+        assert self.manager.prefixes is not None
+        self.manager.prefixes.reset()
+        self.manager.check()
+        assert self.manager.memory().blocks == 0
+
+
+ServingMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestServing = ServingMachine.TestCase
