@@ -222,7 +222,7 @@ print(time.process_time(), kib, code, loaded, file=sys.stderr)
 
 
 def test_a_named_model_is_planned_fast_small_and_without_torch() -> None:
-    """Seconds of processor time, interpreter included, the best of three runs, so that a busy machine does not decide."""
+    """Seconds of processor time, interpreter included, the best of three: a busy machine does not decide."""
     arguments = ["plan", "llama-3.1-8b", *DEVICE, "--context", "128k"]
     times = []
     for _ in range(3):
