@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,16 @@ import pytest
 
 from support.hub_server import hub_server
 
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "torch_dtype": "bfloat16",
+}
 REPOS = {
     "org/tiny": {
         "config.json": b"{}",
@@ -20,6 +31,11 @@ REPOS = {
         "pytorch_model.bin": b"not wanted",
         "onnx/model.safetensors": b"not wanted",
         "README.md": b"not wanted",
+    },
+    "org/large": {
+        "config.json": json.dumps(LLAMA).encode(),
+        "model.safetensors.index.json": b'{"metadata": {"total_size": 12000000000}, "weight_map": {}}',
+        "m.safetensors": b"12 GB",
     },
     "org/quantized": {"a.Q4_0.gguf": b"GGUF" + bytes(8), "sub/b.gguf": b"GGUF" + bytes(4)},
     "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"x"},
@@ -39,9 +55,9 @@ def environment(hub: tuple[str, list[str]], tmp_path: Path) -> dict[str, str]:
     return {**kept, **proxies, "HF_ENDPOINT": hub[0], "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def pull(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def pull(name: str, environment: dict[str, str], command: str = "pull") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvarn", "pull", name],
+        [sys.executable, "-m", "kvarn", command, name],
         env=environment,
         capture_output=True,
         text=True,
@@ -98,3 +114,11 @@ def test_config_alone(environment: dict[str, str]) -> None:
     assert done.stdout == "['config.json']\n"
     # The config alone does not pass for the model.
     assert "model.safetensors" in os.listdir(pull("org/tiny", environment).stdout.strip())
+
+
+def test_inspect_fetches_no_weights(environment: dict[str, str], hub: tuple[str, list[str]]) -> None:
+    done = pull("org/large", environment, "inspect")
+    assert done.returncode == 0, done.stderr
+    assert "3 layers x 2 KV heads x 2 (K and V) x 16 head dim x 2 bytes = 384 bytes a token" in done.stdout
+    assert "12,000,000,000 bytes = 11.18 GiB = 12.00 GB" in done.stdout
+    assert not any(asked.endswith("m.safetensors") for asked in hub[1])

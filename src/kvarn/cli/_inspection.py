@@ -180,7 +180,15 @@ def _directory(files: ModelFiles) -> tuple[dict[str, Any], dict[str, int]]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
-    return config, _summed(safetensors_bytes(path) for path in files.weights)
+    return config, _summed(safetensors_bytes(path) for path in files.weights) or _index_bytes(files.path)
+
+
+def _index_bytes(directory: Path) -> dict[str, int]:
+    """What the safetensors index states, where only the config was fetched; empty if there is no index."""
+    path = directory / "model.safetensors.index.json"
+    stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    total = stated.get("metadata", {}).get("total_size")
+    return {"by the index": int(total)} if total else {}
 
 
 def safetensors_bytes(path: Path) -> dict[str, int]:

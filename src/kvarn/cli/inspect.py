@@ -21,12 +21,12 @@ from kvarn.core.errors import InvalidRequest
 def COMMAND(model: str | None, kv: str | None, block_size: int, as_json: bool) -> None:
     """Show a model's layers, weights and what its KV cache costs a token, every factor written out.
 
-    Reads headers and configs only. MODEL is as for kvarn run.
+    Reads headers and configs only; of a hub id that was not fetched, only the config is. MODEL is as for kvarn run.
     """
     if block_size < 1:
         raise InvalidRequest(f"block_size is {block_size}", fixes=("use 1 or more",))
     with progress_bars() as progress:
-        files = hub.resolve(model or hub.default_name(), progress=progress)
+        files = hub.resolve_config(model or hub.default_name(), progress)
     try:
         found = inspect_model(files, kv, block_size)
     except ValueError as error:
@@ -54,7 +54,7 @@ def lines(found: Inspection) -> Iterator[str]:
     yield ""
     yield from _kv_lines(found)
     yield ""
-    yield f"Weights: {size(sum(found.weights.values()))}"
+    yield f"Weights: {size(sum(found.weights.values()))}" if found.weights else "Weights: not fetched"
     for name, nbytes in found.weights.items():
         yield f"  {name:8} {size(nbytes)}"
     for note in geometry.notes:

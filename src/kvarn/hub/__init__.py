@@ -11,7 +11,7 @@ from kvarn.hub.local import open_local
 from kvarn.hub.names import default_name, short_name, short_names
 from kvarn.hub.progress import Progress, silent
 
-__all__ = ["default_name", "fetch_config_only", "resolve", "short_names"]
+__all__ = ["default_name", "fetch_config_only", "resolve", "resolve_config", "short_names"]
 
 
 def resolve(name: str, fetch: bool = True, progress: Progress = silent) -> ModelFiles:
@@ -35,12 +35,23 @@ def resolve(name: str, fetch: bool = True, progress: Progress = silent) -> Model
     raise UnknownName("model", name, short_names())
 
 
+def resolve_config(name: str, progress: Progress = silent) -> ModelFiles:
+    """As `resolve`, but of a hub id that is not here only the config is fetched: `weights` is empty then."""
+    if _is_local(name) or not remote.HUB_ID.match(name) or remote.cached(name):
+        return resolve(name, progress=progress)
+    return ModelFiles.of("hf", name, remote.fetch_config(name), ())
+
+
 def fetch_config_only(name: str) -> Path:
     """Directory that holds the config.json (and safetensors index) of hub id `name`, without its weights.
     Raises FetchError, ModelError, UnknownName."""
     if not remote.HUB_ID.match(name):
         raise UnknownName("hub id", name, ("org/name",))
     return remote.fetch_config(name)
+
+
+def _is_local(name: str) -> bool:
+    return name in short_names() or Path(name).expanduser().exists()
 
 
 def _looks_remote(name: str) -> bool:
