@@ -201,5 +201,5 @@ class ServingMachine(RuleBasedStateMachine):
         assert self.manager.memory().blocks == 0
 
 
-ServingMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+ServingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestServing = ServingMachine.TestCase
