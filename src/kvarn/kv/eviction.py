@@ -36,6 +36,16 @@ def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> list[int] | No
     return _shorten(group, row, keep)
 
 
+def drop_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> list[int]:
+    """Give back the full blocks of which keep [R, S] keeps no place; all others stay whole. Returns the blocks."""
+    gone: list[int] = []
+    for offset in range(group.rows_per_seq):
+        full = int(group.tables.fill[row + offset]) // group.block_size
+        kept = keep[offset, : full * group.block_size].reshape(full, group.block_size).any(1)
+        gone += group.drop_columns(row + offset, np.flatnonzero(~kept))
+    return gone
+
+
 def _regions(group: CacheGroup, row: int) -> list[tuple[int, int, int]]:
     """(pool, first place, end place) of the row's sealed blocks and of its open ones."""
     fill, n = int(group.tables.fill[row]), int(group.tables.length[row])

@@ -23,7 +23,7 @@ from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend
-from kvarn.kv.eviction import keep_places
+from kvarn.kv.eviction import drop_blocks, keep_places
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, SequenceView, Signal
@@ -283,7 +283,8 @@ class CacheManager:
         for index, (group, row, keep) in enumerate(zip(self.groups, state.rows, decision.keep, strict=True)):
             if keep is None:
                 continue
-            gone = keep_places(group, row, keep)
+            whole = state.policy is not None and not state.policy.rewrites
+            gone = drop_blocks(group, row, keep) if whole else keep_places(group, row, keep)
             if gone is None:
                 return False
             self._emit(BlocksDropped(seq_id, index, tuple(gone), decision.note))

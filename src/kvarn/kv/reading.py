@@ -51,7 +51,8 @@ class TensorReader:
                 picked_k, picked_v = block_k[:, layer, head], block_v[:, layer, head]
                 k[offset, at] = _mean_heads(picked_k, 2).transpose(-1, -2)
                 v[offset, at] = _mean_heads(picked_v, 2)
-        return k.flatten(1, 2), v.flatten(1, 2)
+        longest = int(group.tables.fill[group.rows(self.row)].max(initial=0))
+        return k.flatten(1, 2)[:, :longest], v.flatten(1, 2)[:, :longest]
 
     def queries(self) -> Tensor:
         kept, _ = self._ring()
@@ -75,6 +76,35 @@ class TensorReader:
         per_row = mass[:, 0].flatten(0, 1).flatten(1, 2).numpy()
         longest = int(group.tables.fill[group.rows(self.row)].max(initial=0))
         return per_row.reshape(group.rows_per_seq, -1, per_row.shape[-1]).sum(1)[:, :longest]
+
+    def recent_weights(self, row: int) -> np.ndarray:
+        group, (kept, ring) = self.group, self._ring()
+        assert group.grain == "head" and ring.params is not None, "weights of single queries are read a layer and head"
+        layer, head = divmod(row, group.spec.kv_heads)
+        size = kept.shape[2] // group.spec.kv_heads
+        q = kept[layer, :, head * size : (head + 1) * size]
+        at = torch.from_numpy(group_view(group, self.row, self.length, None).positions[row])
+        k = self._row_keys(row)[: len(at)]
+        scores = torch.einsum("wgd,sd->wgs", q, k) * ring.params.scale
+        if ring.params.soft_cap:
+            scores = ring.params.soft_cap * torch.tanh(scores / ring.params.soft_cap)
+        asked = torch.arange(self.length - len(q), self.length)
+        seen = (at >= 0) & (at <= asked[:, None])
+        return torch.softmax(scores.masked_fill(~seen[:, None], -torch.inf), dim=-1).numpy()
+
+    def _row_keys(self, row: int) -> Tensor:
+        """[S, D] float32 of one row at grain `head`, zero where there is nothing."""
+        group = self.group
+        layer, head = divmod(row, group.spec.kv_heads)
+        pools, blocks = group.tables.entries(self.row + row)
+        k = torch.zeros((len(blocks), group.block_size, group.spec.k_dim))
+        for index, view in enumerate(group.views):
+            at = [c for c, p in enumerate(pools) if p == index]
+            if at:
+                ids = torch.tensor([blocks[c] for c in at])
+                k[at] = group.backend.decode(view, ids)[0][:, layer, head].transpose(-1, -2)
+                k[at] = k[at].masked_fill(view.positions[ids][..., None] < 0, 0.0)
+        return k.flatten(0, 1)
 
     def _ring(self) -> tuple[Tensor, QueryRing]:
         assert self.ring is not None and self.ring.kept is not None, "the policy did not ask for recent queries"

@@ -48,14 +48,14 @@ class Budget:
         if (self.tokens is not None and self.tokens < 1) or (self.nbytes is not None and self.nbytes < 1):
             raise IncompatiblePlan(f"a budget of {stated[0]}", fixes=("use 1 or more",))
 
-    def tokens_of(self, view: SequenceView) -> int:
-        """Tokens a layer and head may keep on average, at least 1."""
+    def tokens_at(self, length: int, bytes_per_token: int) -> int:
+        """Tokens a layer and head may keep on average, at least 1, of a sequence of `length` tokens."""
         if self.tokens is not None:
             return self.tokens
         if self.share is not None:
-            return max(1, int(np.ceil(self.share * view.length)))
+            return max(1, int(np.ceil(self.share * length)))
         assert self.nbytes is not None
-        return max(1, self.nbytes // view.bytes_per_token)
+        return max(1, self.nbytes // bytes_per_token)
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,16 @@ class GroupView:
         """[R, S] float32: the softmax weights of the last w queries alone, summed over them and the head's group."""
         return self.reader.recent_mass()
 
+    def recent_weights(self, row: int) -> np.ndarray:
+        """[w, G, S] float32: the softmax weights of each of the last w queries of one row's layer and head."""
+        return self.reader.recent_weights(row)
+
+    @property
+    def order(self) -> np.ndarray:
+        """[R, S] int64: each row's places in the order of their logical positions, empty ones last."""
+        late = np.where(self.positions < 0, np.iinfo(np.int32).max, self.positions)
+        return np.argsort(late, axis=1, kind="stable")
+
 
 class GroupReader(Protocol):
     """Reads tensors of one group of one sequence when a policy asks for them."""
@@ -98,6 +108,7 @@ class GroupReader(Protocol):
     def values(self) -> Tensor: ...
     def queries(self) -> Tensor: ...
     def recent_mass(self) -> np.ndarray: ...
+    def recent_weights(self, row: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,62 @@ class KVPolicy:
 
     def decide(self, view: SequenceView) -> Decision | None:
         """Pure: the same view gives the same decision. None: nothing to change."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ScoredPolicy(KVPolicy):
+    """Keeps the tokens of the highest score, by layer and KV head, within a budget.
+
+    budget: what a layer and head keep on average. sinks: the first tokens of the text, always kept. recent: the newest
+    tokens, always kept. A subclass says how places score, and may divide the budget unevenly.
+
+    Paging: decided when the prompt is complete, then each time a block fills, so between decisions a row holds up to
+    one block more than its budget; papers that evict one token a step decide block_size tokens at a time here.
+    """
+
+    grain: ClassVar[Grain] = "head"
+    rewrites: ClassVar[bool] = True
+    prefix_pure: ClassVar[bool] = False
+    budget: Budget = field(default_factory=lambda: Budget(share=0.5))
+    sinks: int = 0
+    recent: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent", "query_tokens"):
+            if (value := getattr(self, name)) < 0:
+                raise IncompatiblePlan(f"{name} is {value}; it must not be negative")
+        if self.budget.tokens is not None and self.budget.tokens < self.sinks + self.recent:
+            least = self.sinks + self.recent
+            raise IncompatiblePlan(
+                f"a budget of {self.budget.tokens} tokens is less than {self.sinks} sinks and {self.recent} recent",
+                fixes=(f"a budget of at least {least}", "fewer sinks or recent tokens"),
+            )
+
+    def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
+        return longest_row > self.budget.tokens_at(length, bytes_per_token)
+
+    def decide(self, view: SequenceView) -> Decision | None:
+        tokens = max(self.budget.tokens_at(view.length, view.bytes_per_token), self.sinks + self.recent, 1)
+        keep = tuple(None if g is None else self._keep(g, view, tokens) for g in view.groups)
+        return Decision(keep, f"{type(self).__name__.lower()}: {tokens} tokens a head")
+
+    def _keep(self, group: GroupView, view: SequenceView, tokens: int) -> np.ndarray:
+        scores = np.where(group.positions < 0, -np.inf, self.scores(group, view))
+        fixed = self.protected(group, view)
+        return top_places(np.where(fixed, np.inf, scores), self.counts(group, scores, fixed, tokens))
+
+    def protected(self, group: GroupView, view: SequenceView) -> np.ndarray:
+        """bool [R, S]: places that are kept whatever they score."""
+        at = group.positions
+        return (at >= 0) & ((at < self.sinks) | (at >= view.length - self.recent))
+
+    def counts(self, group: GroupView, scores: np.ndarray, fixed: np.ndarray, tokens: int) -> np.ndarray:
+        """[R] int: how many places each row keeps, protected ones included. scores [R, S]: -inf where nothing is."""
+        return np.full(len(scores), tokens)
+
+    def scores(self, group: GroupView, view: SequenceView) -> np.ndarray:
+        """[R, S]: higher is kept. What stands at empty places does not matter."""
         raise NotImplementedError
 
 
