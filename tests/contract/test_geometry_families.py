@@ -25,6 +25,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
     "nemotron": {"num_key_value_heads": 8},
     "glm4_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "num_hidden_layers": 4},
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
 }
@@ -59,6 +61,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_text", {"num_kv_shared_layers": 12, "use_double_wide_mlp": True}),
     ("minimax", {"layer_types": ["linear_attention"] * 7 + ["full_attention"], "num_hidden_layers": 8}),
     ("mamba", {"use_bias": True, "tie_word_embeddings": False}),
+    (
+        "minimax_m3_vl_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention"] * 2 + ["minimax_m3_sparse"] * 2,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        },
+    ),
     ("exaone4", {"num_hidden_layers": 30}),
 ]
 # transformers builds weights here that the published model does not have.
@@ -73,18 +83,25 @@ def cases() -> Iterator[Any]:
         yield pytest.param(model_type, values, id=f"{model_type}-{'-'.join(values)}", marks=pytest.mark.slow)
 
 
-def build(model_type: str, values: dict[str, Any]) -> tuple[Any, Any]:
-    """transformers' config, and its modules on the meta device. Skips what it cannot build."""
+def build(model_type: str, values: dict[str, Any]) -> tuple[Any, Any, int]:
+    """transformers' config, its modules on the meta device, and their parameters. Skips what it cannot build. Language
+    models of multimodal classes have no head of their own there; it is added as tie_word_embeddings says."""
     if model_type in NOT_COMPARED:
         pytest.skip(NOT_COMPARED[model_type])
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no config class {model_type} (remote code)")
     config = transformers.CONFIG_MAPPING[model_type](**values)
+    has_head = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    builder = transformers.AutoModelForCausalLM if has_head else transformers.AutoModel
     try:
         with torch.device("meta"):
-            return config, transformers.AutoModelForCausalLM.from_config(config)
+            model = builder.from_config(config)
     except (TypeError, ValueError, AttributeError) as error:
         pytest.skip(f"transformers cannot build {model_type} from its defaults: {error}")
+    total = sum(p.numel() for p in model.parameters())
+    if not has_head and not getattr(config, "tie_word_embeddings", False):
+        total += config.vocab_size * config.hidden_size
+    return config, model, total
 
 
 def count(geometry: ModelGeometry) -> int:
@@ -94,8 +111,7 @@ def count(geometry: ModelGeometry) -> int:
 
 @pytest.mark.parametrize(("model_type", "values"), cases())
 def test_parameters_and_key_heads(model_type: str, values: dict[str, Any]) -> None:
-    config, model = build(model_type, values)
-    expected = sum(p.numel() for p in model.parameters())
+    config, model, expected = build(model_type, values)
     saved = geometry_of(config.to_dict())
     assert count(saved) == expected
     assert saved.unknown_keys == (), "a config as transformers saves it is understood in full"
@@ -109,7 +125,7 @@ def test_parameters_and_key_heads(model_type: str, values: dict[str, Any]) -> No
 def _compare_key_projections(model: Any, geometry: ModelGeometry) -> None:
     """A projection named k_proj of layer i has kv_heads * k_dim rows."""
     for name, weight in model.named_parameters():
-        found = re.search(r"\.layers\.(\d+)\.(?:self_attn|mixer)\.k_proj\.weight$", name)
+        found = re.search(r"(?:^|\.)layers\.(\d+)\.(?:self_attn|mixer)\.k_proj\.weight$", name)
         spec = geometry.layers[int(found[1])] if found else None
         if spec is not None and spec.kv_heads:
             assert weight.shape[0] == spec.kv_heads * spec.k_dim, name

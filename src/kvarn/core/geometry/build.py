@@ -58,6 +58,8 @@ ALIASES = {
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "step3p7": "step3p5",
+    "minimax_m3_vl": "minimax_m3_vl_text",
     "muse_glimmer": "muse_glimmer_text",
     "inkling": "inkling_text",
     "kimi_k2": "deepseek_v3",

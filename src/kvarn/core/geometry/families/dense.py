@@ -7,6 +7,7 @@ from functools import partial
 
 from kvarn.core.geometry.attend import Heads, all_slide, every
 from kvarn.core.geometry.decoder import Style, decoder
+from kvarn.core.geometry.families.moe import with_drafts
 from kvarn.core.geometry.parts import ModelParts, attention, gated_mlp, layer
 from kvarn.core.geometry.reader import ConfigReader
 
@@ -20,6 +21,11 @@ def _late_layers_slide(c: ConfigReader, style: Style) -> ModelParts:
 def _xielu(_: ConfigReader, __: Heads) -> int:
     """Apertus: the activation has two learned scalars."""
     return 2
+
+
+def _output_gate(c: ConfigReader, h: Heads) -> int:
+    """Muse Glimmer: attention's output is gated by a projection of its own width."""
+    return c.size("hidden_size") * h.query * h.k_dim
 
 
 def _cohere_norm(c: ConfigReader, h: Heads) -> int:
@@ -86,13 +92,12 @@ _STYLES = {
     "phi": _PHI,
     "phi3": Style(False, False, False, slides=all_slide),
     "nanochat": Style(o_bias=False, mlp_bias=False, gated=False, norms=0, final_norm=False),
-    "muse_glimmer_text": Style(False, False, False, norms=4),
+    "muse_glimmer_text": Style(False, False, False, norms=4, extra_per_layer=_output_gate),
 }
 _LATE_WINDOW = {
     "qwen2": _QWEN2,
     "qwen2_vl_text": _QWEN2,
     "qwen2_5_vl_text": _QWEN2,
-    "mimo": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3_vl_text": _QWEN3,
 }
@@ -125,7 +130,13 @@ def _qwen1(c: ConfigReader) -> ModelParts:
     return decoder(c, style)
 
 
+def _mimo_7b(c: ConfigReader) -> ModelParts:
+    """MiMo 7B: Qwen2 with a next-token-prediction layer."""
+    return with_drafts(c, decoder(c, _QWEN2))
+
+
 FAMILY = {
+    "mimo": _mimo_7b,
     "chatglm": _chatglm,
     "qwen": _qwen1,
     **{name: partial(decoder, style=style) for name, style in _STYLES.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvarn.core.errors import ConfigError
@@ -134,4 +135,45 @@ def _laguna_ffn(c: ConfigReader, i: int) -> FeedForward:
     return experts(hidden, c.size("moe_intermediate_size"), total, active, shared_width=shared, extra=total)
 
 
-FAMILY = {"nemotron-nas": _nemotron_nas, "openelm": _openelm, "laguna": _laguna}
+def _step3p5(c: ConfigReader) -> ModelParts:
+    """Step 3.5 and 3.7: window layers may have other query heads; gated attention; three dense layers, then experts."""
+    hidden, n_layers, h = hidden_of(c), n_layers_of(c), _step_heads(c)
+    n_drafts = c.count("num_nextn_predict_layers", "num_mtp_layers")
+    kinds = (c.sequence("layer_types") or ["full_attention"] * n_layers)[:n_layers]
+    other = c.sub("attention_other_setting")
+    local = c.optional_size("num_sliding_attention_heads") or other.optional_size("num_attention_heads") or h.query
+    local_kv = other.optional_size("num_attention_groups") or h.kv
+    c.understood(("mtp_layer_types", "mtp_mlp_layer_types", "per_layer_config", "num_sliding_attention_heads"))
+    window, layers = window_of(c), []
+    for i, kind in enumerate(kinds):
+        slides = kind == "sliding_attention"
+        own = Heads(local, local_kv, h.k_dim, h.v_dim) if slides else h
+        cost = attention(hidden, own.query, own.kv, own.k_dim, own.v_dim) + hidden * own.query + 2 * own.k_dim
+        layers.append(layer(own.spec(window=window if slides else None), cost, _step_ffn(c, i), 2 * hidden))
+    parts = assemble(
+        c, _STYLE, tuple(layers), max((_step_ffn(c, i) for i in range(n_layers)), key=lambda f: f.n_experts)
+    )
+    return replace(parts, drafts=parts.layers[-1:] * n_drafts)
+
+
+def _step_heads(c: ConfigReader) -> Heads:
+    query, dim = c.size("num_attention_heads"), c.size("head_dim", default=128)
+    kv = c.size("num_key_value_heads", "num_attention_groups", default=query)
+    return Heads(query, kv, dim, dim)
+
+
+def _step_ffn(c: ConfigReader, i: int) -> FeedForward:
+    hidden, kinds, listed = hidden_of(c), c.sequence("mlp_layer_types"), c.get("moe_layers_enum")
+    if listed is not None:
+        sparse = i in {int(n) for n in (listed.split(",") if isinstance(listed, str) else listed)}
+    else:
+        sparse = kinds[i] == "sparse" if kinds else i >= c.count("first_k_dense_replace", default=3)
+    if not sparse:
+        return gated_mlp(hidden, c.size("intermediate_size"))
+    total = c.size("n_routed_experts", "moe_num_experts", "num_experts")
+    active = c.size("num_experts_per_tok", "moe_top_k")
+    shared = c.count("share_expert_dim", "share_expert_dims")
+    return experts(hidden, c.size("moe_intermediate_size"), total, active, shared_width=shared)
+
+
+FAMILY = {"step3p5": _step3p5, "nemotron-nas": _nemotron_nas, "openelm": _openelm, "laguna": _laguna}
