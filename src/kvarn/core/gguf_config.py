@@ -13,149 +13,9 @@ from typing import Any
 from kvarn.core.errors import UnknownArchitecture
 from kvarn.core.gguf_header import GGUFArray, GGUFError, GGUFHeader
 from kvarn.core.gguf_hybrids import HYBRIDS
+from kvarn.core.gguf_words import EXPERTS_KEY, GELU, GELU_TANH, KEYS, MODEL_TYPES, SLIDING_PERIOD
 
 Config = dict[str, Any]
-
-# llama.cpp's architecture -> model_type of transformers' text model.
-MODEL_TYPES = {
-    "llama": "llama",
-    "mistral3": "ministral3",
-    "llama4": "llama4_text",
-    "qwen2": "qwen2",
-    "qwen2vl": "qwen2_vl_text",
-    "qwen2moe": "qwen2_moe",
-    "qwen3": "qwen3",
-    "qwen3vl": "qwen3_vl_text",
-    "qwen3moe": "qwen3_moe",
-    "qwen3vlmoe": "qwen3_vl_moe_text",
-    "qwen3next": "qwen3_next",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
-    "phi2": "phi",
-    "phi3": "phi3",
-    "phimoe": "phimoe",
-    "falcon": "falcon",
-    "falcon-h1": "falcon_h1",
-    "gpt2": "gpt2",
-    "gptj": "gptj",
-    "gptneox": "gpt_neox",
-    "gpt-oss": "gpt_oss",
-    "bloom": "bloom",
-    "mpt": "mpt",
-    "starcoder": "gpt_bigcode",
-    "starcoder2": "starcoder2",
-    "stablelm": "stablelm",
-    "olmo": "olmo",
-    "olmo2": "olmo2",
-    "olmoe": "olmoe",
-    "command-r": "cohere",
-    "cohere2": "cohere2",
-    "dbrx": "dbrx",
-    "deepseek2": "deepseek_v3",
-    "glm4": "glm4",
-    "glm4moe": "glm4_moe",
-    "glm-dsa": "glm_moe_dsa",
-    "granite": "granite",
-    "granitemoe": "granitemoe",
-    "granitehybrid": "granitemoehybrid",
-    "lfm2": "lfm2",
-    "lfm2moe": "lfm2_moe",
-    "jamba": "jamba",
-    "mamba": "mamba",
-    "mamba2": "mamba2",
-    "nemotron": "nemotron",
-    "nemotron_h": "nemotron_h",
-    "nemotron_h_moe": "nemotron_h",
-    "minicpm": "minicpm",
-    "minicpm3": "minicpm3",
-    "minimax-m2": "minimax_m2",
-    "smollm3": "smollm3",
-    "internlm2": "internlm2",
-    "exaone": "exaone",
-    "exaone4": "exaone4",
-    "seed_oss": "seed_oss",
-    "apertus": "apertus",
-    "ernie4_5": "ernie4_5",
-    "ernie4_5-moe": "ernie4_5_moe",
-    "hunyuan-dense": "hunyuan_v1_dense",
-    "hunyuan-moe": "hunyuan_v1_moe",
-    "kimi-linear": "kimi_linear",
-    "mimo2": "mimo_v2_flash",
-    "arcee": "arcee",
-    "deci": "nemotron-nas",
-}
-
-# GGUF's words -> config.json's. What begins with gguf_ is for the refinements to translate, and is then left out.
-_KEYS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "max_position_embeddings",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention.shared_kv_layers": "num_kv_shared_layers",
-    "attention.q_lora_rank": "q_lora_rank",
-    "attention.kv_lora_rank": "kv_lora_rank",
-    "attention.indexer.head_count": "index_n_heads",
-    "attention.indexer.key_length": "index_head_dim",
-    "attention.indexer.top_k": "index_topk",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    "expert_shared_count": "n_shared_experts",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "leading_dense_block_count": "first_k_dense_replace",
-    "nextn_predict_layers": "num_nextn_predict_layers",
-    "interleave_moe_layer_step": "interleave_moe_layer_step",
-    "full_attention_interval": "full_attention_interval",
-    "shortconv.l_cache": "conv_L_cache",
-    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-    "ssm.conv_kernel": "gguf_conv_kernel",
-    "ssm.inner_size": "gguf_inner_size",
-    "ssm.state_size": "gguf_state_size",
-    "ssm.time_step_rank": "gguf_time_step_rank",
-    "ssm.group_count": "gguf_group_count",
-    "kda.head_dim": "gguf_kda_head_dim",
-}
-_EXPERTS_KEY = {
-    "mixtral": "num_local_experts",
-    "gpt_oss": "num_local_experts",
-    "phimoe": "num_local_experts",
-    "granitemoe": "num_local_experts",
-    "granitemoehybrid": "num_local_experts",
-    "llama4_text": "num_local_experts",
-    "minimax_m2": "num_local_experts",
-    "deepseek_v3": "n_routed_experts",
-    "glm4_moe": "n_routed_experts",
-    "glm_moe_dsa": "n_routed_experts",
-    "mimo_v2_flash": "n_routed_experts",
-    "nemotron_h": "n_routed_experts",
-}
-_GELU_TANH = frozenset({"gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "starcoder2", "phi"})
-_GELU = frozenset({"gpt_neox", "falcon", "bloom", "mpt"})
-# Assumed by llama.cpp (set_swa_pattern): of every N layers the first N - 1 slide. gemma4 states its pattern.
-_SLIDING_PERIOD = {
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "gemma3n_text": 5,
-    "gpt_oss": 2,
-    "cohere2": 4,
-    "exaone4": 4,
-    "olmo2": 4,
-}
 
 
 def config_from_gguf(header: GGUFHeader) -> Config:
@@ -181,7 +41,7 @@ def _common(header: GGUFHeader) -> Config:
     if architecture not in MODEL_TYPES:
         raise UnknownArchitecture(f"{header.path}: GGUF architecture {architecture!r}; known: {', '.join(MODEL_TYPES)}")
     config: Config = {"model_type": MODEL_TYPES[architecture]}
-    for suffix, name in _KEYS.items():
+    for suffix, name in KEYS.items():
         value = header.get(suffix)
         if value is not None:
             config[name] = list(value) if isinstance(value, tuple) else value
@@ -209,9 +69,9 @@ def _vocab_size(header: GGUFHeader) -> int:
 
 
 def _activation(model_type: str) -> str:
-    if model_type in _GELU_TANH:
+    if model_type in GELU_TANH:
         return "gelu_pytorch_tanh"
-    return "gelu" if model_type in _GELU else "relu2" if model_type in ("nemotron", "nemotron_h") else "silu"
+    return "gelu" if model_type in GELU else "relu2" if model_type in ("nemotron", "nemotron_h") else "silu"
 
 
 def _token_ids(header: GGUFHeader, config: Config) -> None:
@@ -240,7 +100,7 @@ def _experts(header: GGUFHeader, config: Config) -> None:
         return
     if config["model_type"] == "llama":
         config["model_type"] = "mixtral"
-    config[_EXPERTS_KEY.get(config["model_type"], "num_experts")] = count
+    config[EXPERTS_KEY.get(config["model_type"], "num_experts")] = count
 
 
 def _layer_types(header: GGUFHeader, config: Config) -> None:
@@ -252,7 +112,7 @@ def _layer_types(header: GGUFHeader, config: Config) -> None:
     if isinstance(pattern, tuple):
         slides = [bool(pattern[i % len(pattern)]) for i in layers]
     else:
-        period = pattern if isinstance(pattern, int) and pattern else _SLIDING_PERIOD.get(model_type)
+        period = pattern if isinstance(pattern, int) and pattern else SLIDING_PERIOD.get(model_type)
         if period is None:
             return
         slides = [i % period < period - 1 for i in layers]

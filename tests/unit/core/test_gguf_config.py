@@ -12,8 +12,9 @@ import pytest
 from kvarn.core.errors import UnknownArchitecture
 from kvarn.core.geometry import geometry_of
 from kvarn.core.geometry.build import known_model_types
-from kvarn.core.gguf_config import MODEL_TYPES, config_from_gguf
+from kvarn.core.gguf_config import config_from_gguf
 from kvarn.core.gguf_header import GGUFError, GGUFHeader, GGUFTensor, read_gguf_header
+from kvarn.core.gguf_words import MODEL_TYPES
 
 BASE = {
     "block_count": 12,
