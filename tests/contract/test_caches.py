@@ -11,6 +11,7 @@ import torch
 
 from kvarn.core.options import CACHE_MODES
 from kvarn.core.requests import SamplingParams
+from kvarn.kernels import backend_report
 from support.dense import dense_greedy, dense_logits
 from support.engines import BLOCK, Watch, answers, block_bytes, held_blocks, make_engine, serve
 from support.models import CONFIGS, tiny_model
@@ -204,3 +205,12 @@ def test_prefix_caching_off_keeps_nothing(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_grain_of_tables_changes_no_token(model: str, grain: str) -> None:
     assert answers(make_engine(model, grain=grain), many()[4:9]) == [alone(model, i) for i in range(4, 9)]
+
+
+@pytest.mark.parametrize("backend", [r.name for r in backend_report() if r.available])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_backend_equals_the_textbook(model: str, backend: str) -> None:
+    asked = many()[4:8:2]
+    expected = [dense_greedy(tiny_model(model), ids, GREEDY.max_tokens) for ids, _ in asked]
+    found = answers(make_engine(model, backend=backend, step_tokens=7), asked)
+    assert [list(one[0]) for one in found] == expected

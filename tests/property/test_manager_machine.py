@@ -315,5 +315,5 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.available() == self.whole()
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+ManagerMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=16, deadline=None)
 TestManager = ManagerMachine.TestCase

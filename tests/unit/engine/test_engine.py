@@ -202,7 +202,7 @@ def test_without_a_seed_answers_differ() -> None:
     assert len({tuple(a) for a in answers(make_engine(), asked)}) > 1
 
 
-# -- cancel, errors, room -----------------------------------------------------------------------------------------------
+# -- cancel, errors, room ---------------------------------------------------------------------------------------------
 def run_steps(watch: Watch, n: int) -> None:
     for _ in range(n):
         watch.step()
