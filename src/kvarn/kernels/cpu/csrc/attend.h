@@ -76,16 +76,21 @@ struct Tile {
 
 struct Work {  // scratch of one tile
   float *q, *q_turbo, *q_scaled, *scores, *stage, *mix_turbo, *bias;
+  float *scale, *zero;  // of one block, as floats, [groups][tokens] for values
   uint32_t *q_dot, *p_dot;
   Column* columns;
 };
+
+INLINE int64_t scale_floats(const Step& s, const Shape& h) {  // the most scales that one side of a block has
+  return imax(round_up(s.k_dim, W), h.padded_block * (s.v_dim / 8 + 1));
+}
 
 inline int64_t work_bytes(const Step& s, const Shape& h) {
   auto f = [](int64_t n) { return Scratch::bytes<float>(n); };
   int64_t width = int64_t(h.columns) * h.padded_block;
   int64_t stage = int64_t(imax(s.k_dim, h.block)) * imax(h.padded_block, h.padded_v);
   return f(int64_t(h.rows) * s.k_dim) * 4 + f(h.rows * width) * 2 + f(stage) + f(int64_t(h.rows) * h.padded_v) +
-         f(int64_t(h.rows) * imax(h.padded_block, s.k_dim)) + f(h.rows) +
+         f(int64_t(h.rows) * imax(h.padded_block, s.k_dim)) + f(h.rows) + 2 * f(scale_floats(s, h)) +
          Scratch::bytes<Column>(h.columns) + 2 * (2 * f(h.rows) + f(int64_t(h.rows) * h.padded_v));
 }
 
@@ -101,6 +106,8 @@ inline Work take_work(Scratch& m, const Step& s, const Shape& h) {
   w.stage = m.take<float>(int64_t(imax(s.k_dim, h.block)) * imax(h.padded_block, h.padded_v));
   w.mix_turbo = m.take<float>(int64_t(h.rows) * h.padded_v);
   w.bias = m.take<float>(h.rows);
+  w.scale = m.take<float>(scale_floats(s, h));
+  w.zero = m.take<float>(scale_floats(s, h));
   w.columns = m.take<Column>(h.columns);
   return w;
 }
@@ -167,26 +174,43 @@ inline int visible_columns(const Step& s, const AttendCall& c, const Tile& t, in
   return n;
 }
 
-inline void scale_columns(float* scores, int64_t width, int rows, const uint16_t* scale, int n) {
-  float factor[W];
-  for (int j = 0; j < n; j += W) {
-    int span = imin(W, n - j);
-    for (int i = 0; i < span; i++) factor[i] = f16_float(scale[j + i]);
-    for (int r = 0; r < rows; r++)
-      for (int i = 0; i < span; i++) scores[r * width + j + i] *= factor[i];
+// Blocks lie anywhere in memory, each about a page, where the hardware's prefetcher stops: ask for the next one in time.
+INLINE void prefetch(const Side& side, int64_t block, int layer, int head, int64_t bytes) {
+  const uint8_t* p = at(side.part[0], block, layer, head);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+inline void halves(const uint16_t* x, int n, float* out) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(out + i, f16_vf(load<vh>(x + i)));
+  for (; i < n; i++) out[i] = f16_float(x[i]);
+}
+
+inline void scale_columns(float* scores, int64_t width, int rows, const float* scale, int n) {
+  for (int r = 0; r < rows; r++) {
+    float* x = scores + r * width;
+    int j = 0;
+    for (; j + W <= n; j += W) store(x + j, load<vf>(x + j) * load<vf>(scale + j));
+    for (; j < n; j++) x[j] *= scale[j];
   }
 }
 
-// q' = q * scale of each channel; bias = q . zero point. One pass, each row in the same order.
-inline void scale_queries(const float* q, int rows, int dim, const uint16_t* scale, const uint16_t* zero, float* out,
-                          float* bias) {
-  for (int r = 0; r < rows; r++) {
-    float sum = 0.0f;
-    for (int i = 0; i < dim; i++) {
-      out[int64_t(r) * dim + i] = q[int64_t(r) * dim + i] * f16_float(scale[i]);
-      sum += q[int64_t(r) * dim + i] * f16_float(zero[i]);
+// q' = q * scale of each channel; bias = q . zero point.
+inline void scale_queries(const float* q, int rows, int dim, const float* scale, const float* zero, float* out, float* bias) {
+  for (int r = 0; r < rows; r++, q += dim, out += dim) {
+    vf lanes{};
+    float tail = 0.0f;
+    int i = 0;
+    for (; i + W <= dim; i += W) {
+      vf x = load<vf>(q + i);
+      store(out + i, x * load<vf>(scale + i));
+      lanes = fma(x, load<vf>(zero + i), lanes);
     }
-    bias[r] = sum;
+    for (; i < dim; i++) {
+      out[i] = q[i] * scale[i];
+      tail += q[i] * zero[i];
+    }
+    bias[r] = hsum(lanes) + tail;
   }
 }
 
@@ -201,10 +225,13 @@ inline void score_block(const Step& s, const AttendCall& c, const Shape& h, cons
     return;
   }
   const float* q = is_turbo(k.codec) ? w.q_turbo : w.q;
-  const auto* scale = reinterpret_cast<const uint16_t*>(at(k.part[1], col.block, c.layer, t.head));
+  if (k.codec >= kInt8) {
+    const auto* scale = reinterpret_cast<const uint16_t*>(at(k.part[1], col.block, c.layer, t.head));
+    halves(scale, is_affine(k.codec) ? s.k_dim : h.block, w.scale);
+  }
   if (is_affine(k.codec)) {
-    const auto* zero = reinterpret_cast<const uint16_t*>(at(k.part[2], col.block, c.layer, t.head));
-    scale_queries(q, t.n_rows, s.k_dim, scale, zero, w.q_scaled, w.bias);
+    halves(reinterpret_cast<const uint16_t*>(at(k.part[2], col.block, c.layer, t.head)), s.k_dim, w.zero);
+    scale_queries(q, t.n_rows, s.k_dim, w.scale, w.zero, w.q_scaled, w.bias);
     q = w.q_scaled;
   }
   if (fast_row(k.codec, h.block)) {
@@ -214,10 +241,11 @@ inline void score_block(const Step& s, const AttendCall& c, const Shape& h, cons
     matmul(kF32, reinterpret_cast<uint8_t*>(w.stage), 4 * h.padded_block, h.padded_block, q, s.k_dim, t.n_rows, s.k_dim,
            out, width, false);
   }
-  if (has_token_scale(k.codec)) scale_columns(out, width, t.n_rows, scale, h.block);
+  if (has_token_scale(k.codec)) scale_columns(out, width, t.n_rows, w.scale, h.block);
   if (is_affine(k.codec))
     for (int r = 0; r < t.n_rows; r++)
-      for (int j = 0; j < h.block; j++) out[r * width + j] += w.bias[r];
+      for (int j = 0; j < h.padded_block; j += W)
+        store(out + r * width + j, load<vf>(out + r * width + j) + w.bias[r]);
 }
 
 INLINE vf cap_scores(vf x, float cap) {  // cap * tanh(x / cap); the polynomial near 0 is Cephes' (tanhf, S. Moshier)
@@ -277,13 +305,39 @@ inline void exponentiate(const Step& s, const AttendCall& c, const Shape& h, con
   *sum = hsum(lanes);
 }
 
-// Weights of one block times the scale of each token (and channel group): out [rows][block].
-inline void scale_weights(const float* p, int64_t width, int rows, int block, const uint16_t* scale, int step, float* out) {
-  for (int r = 0; r < rows; r++)
-    for (int j = 0; j < block; j++) {
-      float weight = p[r * width + j];
-      out[int64_t(r) * block + j] = weight == 0.0f ? 0.0f : weight * f16_float(scale[j * step]);
+// Weights of one block times the scale of each token: out [rows][block]. A weight of 0 wins over any scale: slots that
+// hold nothing may have a scale of NaN.
+inline void scale_weights(const float* p, int64_t width, int rows, int block, const float* scale, float* out) {
+  for (int r = 0; r < rows; r++, p += width, out += block) {
+    int j = 0;
+    for (; j + W <= block; j += W) {
+      vf weight = load<vf>(p + j);
+      store(out + j, weight == 0.0f ? vf{} : weight * load<vf>(scale + j));
     }
+    for (; j < block; j++) out[j] = p[j] == 0.0f ? 0.0f : p[j] * scale[j];
+  }
+}
+
+// Scales [block][groups] as floats [groups][block].
+inline void group_scales(const uint16_t* x, int block, int groups, float* out) {
+  for (int g = 0; g < groups; g++)
+    for (int j = 0; j < block; j++) out[g * block + j] = f16_float(x[j * groups + g]);
+}
+
+// Sum of weights times zero points, added to the channels [first, first + n) of each row.
+inline void mix_zero(const float* p, int64_t width, int rows, int block, const float* zero, float* mix, int64_t ld, int n) {
+  for (int r = 0; r < rows; r++, p += width, mix += ld) {
+    vf lanes{};
+    float sum = 0.0f;
+    int j = 0;
+    for (; j + W <= block; j += W) {
+      vf weight = load<vf>(p + j);
+      lanes += weight == 0.0f ? vf{} : weight * load<vf>(zero + j);
+    }
+    for (; j < block; j++) sum += p[j] == 0.0f ? 0.0f : p[j] * zero[j];
+    sum += hsum(lanes);
+    for (int i = 0; i < n; i++) mix[i] += sum;
+  }
 }
 
 INLINE const uint8_t* v_rows(const Step& s, const Shape& h, const Work& w, const Column& col, const uint8_t* codes) {
@@ -321,17 +375,12 @@ inline void mix_plain(const Step& s, const Shape& h, const Tile& t, const Work& 
 inline void mix_affine(const Step& s, const AttendCall& c, const Shape& h, const Tile& t, const Work& w, const Column& col,
                        const uint8_t* codes, const float* p, int64_t width, float* mix) {
   const Side& v = col.pool->v;
-  int groups = s.v_dim / v.group;
-  const auto* scale = reinterpret_cast<const uint16_t*>(at(v.part[1], col.block, c.layer, t.head));
-  const auto* zero = reinterpret_cast<const uint16_t*>(at(v.part[2], col.block, c.layer, t.head));
+  const int groups = s.v_dim / v.group;
+  group_scales(reinterpret_cast<const uint16_t*>(at(v.part[1], col.block, c.layer, t.head)), h.block, groups, w.scale);
+  group_scales(reinterpret_cast<const uint16_t*>(at(v.part[2], col.block, c.layer, t.head)), h.block, groups, w.zero);
   for (int g = 0; g < groups; g++) {
-    scale_weights(p, width, t.n_rows, h.block, zero + g, groups, w.q_scaled);
-    for (int r = 0; r < t.n_rows; r++) {
-      float sum = 0.0f;
-      for (int j = 0; j < h.block; j++) sum += w.q_scaled[int64_t(r) * h.block + j];
-      for (int i = g * v.group; i < (g + 1) * v.group; i++) mix[int64_t(r) * h.padded_v + i] += sum;
-    }
-    scale_weights(p, width, t.n_rows, h.block, scale + g, groups, w.q_scaled);
+    mix_zero(p, width, t.n_rows, h.block, w.zero + g * h.block, mix + g * v.group, h.padded_v, v.group);
+    scale_weights(p, width, t.n_rows, h.block, w.scale + g * h.block, w.q_scaled);
     mix_plain(s, h, t, w, col, codes, w.q_scaled, h.block, g * v.group, v.group, mix);
   }
 }
@@ -349,8 +398,8 @@ inline void mix_block(const Step& s, const AttendCall& c, const Shape& h, const 
   const float* p = w.scores + int64_t(index) * h.padded_block;
   if (is_affine(v.codec)) return mix_affine(s, c, h, t, w, col, codes, p, width, mix);
   if (has_token_scale(v.codec)) {
-    const auto* scale = reinterpret_cast<const uint16_t*>(at(v.part[1], col.block, c.layer, t.head));
-    scale_weights(p, width, t.n_rows, h.block, scale, 1, w.q_scaled);
+    halves(reinterpret_cast<const uint16_t*>(at(v.part[1], col.block, c.layer, t.head)), h.block, w.scale);
+    scale_weights(p, width, t.n_rows, h.block, w.scale, w.q_scaled);
     mix_plain(s, h, t, w, col, codes, w.q_scaled, h.block, 0, s.v_dim, is_turbo(v.codec) ? w.mix_turbo : mix);
     return;
   }
@@ -364,7 +413,15 @@ inline int score_split(const Step& s, const AttendCall& c, const Shape& h, const
                        float* peak) {
   int n = visible_columns(s, c, t, begin, end, w.columns);
   const int64_t width = int64_t(h.columns) * h.padded_block;
-  for (int i = 0; i < n; i++) score_block(s, c, h, t, w, w.columns[i], w.scores + i * h.padded_block, width);
+  for (int i = 0; i < n; i++) {
+    if (i + 1 < n) {
+      const Column& next = w.columns[i + 1];
+      prefetch(next.pool->k, next.block, c.layer, t.head, s.k_dim * row_bytes(next.pool->k.codec, h.block));
+    }
+    const Column& col = w.columns[i];
+    prefetch(col.pool->v, col.block, c.layer, t.head, h.block * row_bytes(col.pool->v.codec, s.v_dim));
+    score_block(s, c, h, t, w, col, w.scores + i * h.padded_block, width);
+  }
   for (int r = 0; r < t.n_rows; r++) {
     int position = s.positions[t.token + r / h.group];
     vf lanes = splat(-__builtin_inff());

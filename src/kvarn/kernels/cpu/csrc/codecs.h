@@ -49,12 +49,12 @@ INLINE void packed_or(uint8_t* row, int i, int bits, int stripe, int code) {  //
 template <int Period, int Bits>
 INLINE vi field(const uint8_t* p, int c) {
   if constexpr (Period >= W) {
-    vi bytes = __builtin_convertvector(load<vb>(p + c % Period), vi);
+    vi bytes = widen(load<vb>(p + c % Period));
     return (bytes >> (Bits * (c / Period))) & ((1 << Bits) - 1);
   } else {
     uint8_t repeated[W];
     for (int i = 0; i < W; i += Period) __builtin_memcpy(repeated + i, p, Period);
-    vi bytes = __builtin_convertvector(load<vb>(repeated), vi), shift{};
+    vi bytes = widen(load<vb>(repeated)), shift{};
     for (int i = 0; i < W; i++) shift[i] = Bits * (i / Period);
     return (bytes >> (shift + Bits * (c / Period))) & ((1 << Bits) - 1);
   }

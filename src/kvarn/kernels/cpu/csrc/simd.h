@@ -63,11 +63,15 @@ INLINE int imax(int a, int b) { return a > b ? a : b; }
 
 // Horizontal reductions fold halves, so their order is fixed.
 INLINE float hsum(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float x[W];
   store(x, v);
   for (int n = W / 2; n > 0; n /= 2)
     for (int i = 0; i < n; i++) x[i] += x[i + n];
   return x[0];
+#endif
 }
 INLINE float hmax(vf v) {
 #if defined(__AVX512F__)
@@ -80,6 +84,46 @@ INLINE float hmax(vf v) {
   return x[0];
 #endif
 }
+
+// Widening and narrowing of lanes. Compilers take __builtin_convertvector apart lane by lane, so it is the last resort.
+#if defined(__AVX512F__)
+INLINE vi widen(vs8 b) { return (vi)_mm512_cvtepi8_epi32((__m128i)b); }
+INLINE vi widen(vb b) { return (vi)_mm512_cvtepu8_epi32((__m128i)b); }
+INLINE vu widen(vh h) { return (vu)_mm512_cvtepu16_epi32((__m256i)h); }
+INLINE vh widen_half(vb b) { return (vh)_mm256_cvtepu8_epi16((__m128i)b); }
+INLINE vh narrow(vu u) { return (vh)_mm512_cvtepi32_epi16((__m512i)u); }
+#elif defined(__AVX2__)
+INLINE vi widen(vs8 b) { return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)b)); }
+INLINE vi widen(vb b) { return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)b)); }
+INLINE vu widen(vh h) { return (vu)_mm256_cvtepu16_epi32((__m128i)h); }
+INLINE vh widen_half(vb b) { return (vh)_mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)b)); }
+INLINE vh narrow(vu u) {
+  __m256i low = _mm256_and_si256((__m256i)u, _mm256_set1_epi32(0xffff));
+  return (vh)_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+}
+#elif defined(__SSE2__)
+INLINE vu widen(vh h) { return (vu)_mm_unpacklo_epi16(_mm_cvtsi64_si128((int64_t)h), _mm_setzero_si128()); }
+INLINE __m128i quad(const void* p) {  // 4 bytes
+  int32_t x;
+  __builtin_memcpy(&x, p, 4);
+  return _mm_cvtsi32_si128(x);
+}
+INLINE vi widen(vb b) {
+  return (vi)_mm_unpacklo_epi16(_mm_unpacklo_epi8(quad(&b), _mm_setzero_si128()), _mm_setzero_si128());
+}
+INLINE vi widen(vs8 b) {
+  __m128i high = _mm_unpacklo_epi16(_mm_setzero_si128(), _mm_unpacklo_epi8(_mm_setzero_si128(), quad(&b)));
+  return (vi)_mm_srai_epi32(high, 24);
+}
+INLINE vh widen_half(vb b) { return __builtin_convertvector(b, vh); }
+INLINE vh narrow(vu u) { return __builtin_convertvector(u, vh); }
+#else
+INLINE vi widen(vs8 b) { return __builtin_convertvector(b, vi); }
+INLINE vi widen(vb b) { return __builtin_convertvector(b, vi); }
+INLINE vu widen(vh h) { return __builtin_convertvector(h, vu); }
+INLINE vh widen_half(vb b) { return __builtin_convertvector(b, vh); }
+INLINE vh narrow(vu u) { return __builtin_convertvector(u, vh); }
+#endif
 
 INLINE float bits_float(uint32_t u) {
   float f;
@@ -97,12 +141,12 @@ INLINE uint16_t float_bf16(float f) {  // round to nearest even; a NaN stays one
   if ((u & 0x7fffffff) > 0x7f800000) return uint16_t((u >> 16) | 0x40);
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-INLINE vf bf16_vf(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vf bf16_vf(vh h) { return (vf)(widen(h) << 16); }
 INLINE vh vf_bf16(vf f) {
   vu u = (vu)f;
   vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   vu nan = (u >> 16) | 0x40;
-  return __builtin_convertvector((u & 0x7fffffff) > 0x7f800000 ? nan : rounded, vh);
+  return narrow((u & 0x7fffffff) > 0x7f800000 ? nan : rounded);
 }
 
 INLINE vf f16_vf(vh h) {
@@ -111,7 +155,7 @@ INLINE vf f16_vf(vh h) {
 #elif defined(__F16C__)
   return (vf)_mm256_cvtph_ps((__m128i)h);
 #else
-  vu u = __builtin_convertvector(h, vu);
+  vu u = widen(h);
   vf magnitude = (vf)((u & 0x7fff) << 13) * bits_float(0x77800000);  // 2^112 moves the exponent, subnormals too
   vu special = (u & 0x7c00) == 0x7c00 ? vu{} + 0x7f800000u : vu{};
   return (vf)((vu)magnitude | special | ((u & 0x8000) << 16));
@@ -143,14 +187,13 @@ INLINE uint16_t float_f16(float f) {  // round to nearest even; overflow becomes
 #endif
 }
 INLINE vf fp8_vf(vb b) {  // e4m3 is a half with its exponent 8 lower
-  vh h = __builtin_convertvector(b, vh);
+  vh h = widen_half(b);
   return f16_vf(((h & 0x7f) << 7) | ((h & 0x80) << 8)) * 256.0f;
 }
 INLINE float fp8_float(uint8_t b) {
   return f16_float(uint16_t(((b & 0x7f) << 7) | ((b & 0x80) << 8))) * 256.0f;
 }
-INLINE vf i8_vf(vs8 b) { return __builtin_convertvector(__builtin_convertvector(b, vi), vf); }
-INLINE vf u8_vf(vb b) { return __builtin_convertvector(__builtin_convertvector(b, vi), vf); }
+INLINE vf i8_vf(vs8 b) { return __builtin_convertvector(widen(b), vf); }
 
 INLINE float load_as_float(const void* p, int64_t i, int dtype) {
   if (dtype == 0) return static_cast<const float*>(p)[i];
