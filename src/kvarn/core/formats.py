@@ -16,8 +16,8 @@ from kvarn.core.specs import ELEMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor of a block: `shape` for one (layer, head); `dtype` a torch dtype's name. token_axis: the axis of `shape`
-    along which each token has an entry of its own (needed to rewrite single tokens); None: tokens share entries."""
+    """One tensor of a block: `shape` for one (layer, head); `dtype` a torch dtype's name. token_axis: the axis of
+    `shape` along which each token has an entry of its own (needed to rewrite single tokens); None: they share."""
 
     name: str
     shape: tuple[int, ...]
