@@ -246,6 +246,7 @@ class Engine:
             if place := self._places.pop(seq_id, None):
                 self._trace(place.completion)
             self.scheduler.finish(seq_id)
+            self.cache.unassign(seq_id)
 
     def _trace(self, completion: CompletionState) -> None:
         """Keep what the scheduler and the cache know of a sequence that ends. One the scheduler ended is gone."""
