@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from kvarn.planner.search import Target, fit, fit_lines, parse_target
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import parse_size
 
+MEASURE = "kvarn.bench.engine_speed"
 FACTORS = ("layers", "kv_heads", "head_dim", "query_heads", "hidden_size", "intermediate_size", "vocab_size")
 FIGURES = ("context", "batch", "concurrency", "kv", "weights", "devices", "tp", "pp", "dp", "kv_memory", "block_size")
 
@@ -113,6 +116,7 @@ class Asked:
     "--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Write plots: .svg, .png or .html."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; bytes are integers.")
+@click.option("--measure", is_flag=True, help="With --hardware this: measure this machine again.")
 @click.option("--no-advice", is_flag=True, help="Leave out what could be changed.")
 @click.option("--list-hardware", is_flag=True, help="Print the devices known.")
 @click.option("--list-models", is_flag=True, help="Print the models known.")
@@ -193,8 +197,24 @@ def _asked(model: str | None, options: dict[str, Any], fields: dict[str, Any]) -
     geometry = _geometry(model, options)
     profile, version = load_engine(options["engine"])
     settings = ask(geometry, profile, version, fields=fields, **{name: options[name] for name in FIGURES})
-    device = find_device(options["hardware"]) if options["hardware"] else None
+    device = _device(options) if options["hardware"] else None
     return Asked(geometry, options["engine"], settings, device)
+
+
+def _device(options: dict[str, Any]) -> Device:
+    """The device named. For this machine Kvarn's own speed is measured the first time, in a process of its own."""
+    device = find_device(options["hardware"])
+    own = options["engine"].partition("@")[0] == "kvarn"
+    if not device.measured or not own or (device.kvarn is not None and not options["measure"]):
+        return device
+    click.echo("measuring this machine's speed with Kvarn's engine (once; about half a minute)", err=True)
+    try:
+        done = subprocess.run([sys.executable, "-m", MEASURE], capture_output=True, text=True, timeout=600, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        click.echo(f"that failed ({error}); the speed below is the roofline", err=True)
+        return device
+    click.echo(done.stdout.strip() or f"that failed; the speed below is the roofline\n{done.stderr[-500:]}", err=True)
+    return find_device(options["hardware"])
 
 
 def _plan(asked: Asked, options: dict[str, Any]) -> int:

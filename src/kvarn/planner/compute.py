@@ -24,9 +24,10 @@ from kvarn.planner.result import (
     Verdict,
     WeightFigures,
 )
-from kvarn.planner.roofline import Device, Timing, decode_work, limit, prefill_work
+from kvarn.planner.roofline import Device, Work, decode_work, limit, prefill_work
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import MAX_TOKENS, show_both, show_bytes, show_tokens
+from kvarn.planner.speed import EngineSpeed
 from kvarn.planner.terms import Term
 from kvarn.planner.weights import AS_STORED, held_by_kvarn, model_weights, published, rank_weights
 
@@ -281,12 +282,6 @@ def _layer_token(case: Case, spec: LayerSpec) -> Split:
     return case.profile.cache((replace(spec, window_tokens=None, chunk_tokens=None),), case.settings).growth()
 
 
-def decode_timing(case: Case, device: Device, batch: int, context: int, kv_read: float) -> Timing | None:
-    """The roofline of one decode step of a replica."""
-    work = decode_work(case.geometry, case.settings, batch, context, case.weight_width, kv_read)
-    return limit(work, device, case.settings, number_type(case))
-
-
 def _times(case: Case, device: Device | None, budget: CacheBudget | None) -> Times:
     g, s = case.geometry, case.settings
     if g.parameters is None:
@@ -305,31 +300,46 @@ def _times(case: Case, device: Device | None, budget: CacheBudget | None) -> Tim
     first, step = limit(prefill, device, s, number_type(case)), limit(decode, device, s, number_type(case))
     if first is None or step is None:
         return figures
+    speed, step_s = engine_speed(case, device), _predicted_step(case, device, decode) or step.seconds
+    first_s = speed.prefill_s(len(g.layers), s.context_tokens, prefill.flops) if speed else first.seconds
     return replace(
         figures,
-        prefill_s=first.seconds,
-        decode_s_per_token=step.seconds,
+        prefill_s=first_s,
+        decode_s_per_token=step_s,
         bound_by=step.bound_by,
         prefill_bound_by=first.bound_by,
-        tokens_per_s=s.batch * s.dp / step.seconds,
+        tokens_per_s=s.batch * s.dp / step_s,
+        basis="predicted" if speed else "roofline",
         batches=_batches(case, device, budget, kv_read),
     )
 
 
 def _batches(case: Case, device: Device, budget: CacheBudget | None, kv_read: float) -> tuple[BatchPoint, ...]:
     """Tokens a second against batch, at the planned context."""
-    found = []
+    found, context = [], case.settings.context_tokens
     for batch in BATCHES:
-        timing = decode_timing(case, device, batch, case.settings.context_tokens, kv_read)
+        work = decode_work(case.geometry, case.settings, batch, context, case.weight_width, kv_read)
+        timing = limit(work, device, case.settings, number_type(case))
         if timing is None:
             return ()
-        room = (
-            [c.held(batch, case.settings.context_tokens).total <= budget.bytes for c in case.stages] if budget else []
-        )
-        found.append(
-            BatchPoint(batch, timing.seconds, batch / timing.seconds, timing.bound_by, all(room) if budget else None)
-        )
+        seconds = _predicted_step(case, device, work) or timing.seconds
+        fits = None if budget is None else all(c.held(batch, context).total <= budget.bytes for c in case.stages)
+        found.append(BatchPoint(batch, seconds, batch / seconds, timing.bound_by, fits))
     return tuple(found)
+
+
+def engine_speed(case: Case, device: Device) -> EngineSpeed | None:
+    """What Kvarn's engine was measured to do on this machine, where that is what is planned."""
+    return device.kvarn if case.profile.name == "kvarn" and case.settings.devices == 1 else None
+
+
+def _predicted_step(case: Case, device: Device, work: Work) -> float | None:
+    """Seconds of a decode step with the engine's measured overheads; many rows are bound by its FLOP/s."""
+    speed = engine_speed(case, device)
+    if speed is None:
+        return None
+    step_s = speed.decode_s(len(case.geometry.layers), work.weight_bytes, work.kv_bytes)
+    return max(step_s, work.flops / speed.prefill_flops)
 
 
 def shape_words(spec: LayerSpec) -> str:
@@ -414,4 +424,4 @@ def _notes(case: Case, cache: EngineCache) -> tuple[str, ...]:
     return tuple(found)
 
 
-__all__ = ["Case", "build_case", "decode_timing", "heads_known", "make_plan", "read_bytes"]
+__all__ = ["Case", "build_case", "heads_known", "make_plan", "read_bytes"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvarn.core.errors import InvalidRequest
 from kvarn.planner.roofline import Device
 from kvarn.planner.sizes import parse_size
+from kvarn.planner.speed import kept_speed
 
 
 def find_device(text: str) -> Device:
@@ -12,9 +15,10 @@ def find_device(text: str) -> Device:
     FLOP/s). Raises UnknownName for another name, InvalidRequest for a custom device that cannot be read."""
     if text.lower().startswith("custom:"):
         return _custom(text)
-    from kvarn.planner.hardware import load_hardware  # noqa: PLC0415  measuring this machine needs numpy
+    from kvarn.planner.hardware import load_hardware, processor_name, usable_cores  # noqa: PLC0415  needs numpy
 
-    return load_hardware(text)
+    device = load_hardware(text)
+    return replace(device, kvarn=kept_speed(processor_name(), usable_cores())) if device.measured else device
 
 
 def device_names() -> tuple[str, ...]:

@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 from kvarn.core.geometry import ModelGeometry
 from kvarn.core.specs import LayerKind, LayerSpec
 from kvarn.planner.settings import Settings
+from kvarn.planner.speed import EngineSpeed
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator or machine. flops: dense FLOP/s by number type ('bf16', 'fp8', ...). link_bytes_per_s: between
-    devices, one direction, None if unstated. accelerator: not the CPU itself. measured: figures come from this
-    machine."""
+    """One accelerator or machine.
+
+    flops: dense FLOP/s by number type ('bf16', 'fp8', ...). link_bytes_per_s: between devices, one direction, None if
+    unstated. accelerator: not the CPU itself. measured: figures come from this machine. kvarn: how fast Kvarn's own
+    engine was measured to be on it.
+    """
 
     name: str
     memory_bytes: int
@@ -28,6 +32,7 @@ class Device:
     accelerator: bool = True
     measured: bool = False
     source: str = ""
+    kvarn: EngineSpeed | None = None
 
     def peak(self, name: str) -> float | None:
         """Dense FLOP/s of a number type; of the next wider one where it is not stated."""
