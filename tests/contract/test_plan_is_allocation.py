@@ -64,7 +64,7 @@ def planned(config: dict[str, Any], kv: str) -> CachePlan:
 @pytest.mark.parametrize("model_type", names_in(ARCHITECTURES))
 def test_planned_bytes_are_allocated_bytes(model_type: str, kv: str) -> None:
     config = config_of(model_type)
-    _cache, plan = planned(config, kv)
+    plan = planned(config, kv)
     options = EngineOptions(
         weights="float32", kv=kv, block_size=16, kv_memory_bytes=ROOM, context_tokens=CONTEXT, max_seqs=3
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvarn import __version__
 from kvarn.core.geometry import ModelGeometry
 from kvarn.core.specs import LayerKind, LayerSpec
-from kvarn.planner.memory import CacheBudget, cache_budget, cache_terms, other_terms
+from kvarn.planner.memory import LEFT_TO_OTHERS, CacheBudget, cache_budget, cache_terms, other_terms
 from kvarn.planner.profiles.base import EngineCache, Profile, Split
 from kvarn.planner.ranks import rank_stages, with_compressed
 from kvarn.planner.result import (
@@ -116,6 +116,7 @@ def make_plan(case: Case, device: Device | None) -> Plan:
         capacity=_capacity(case, budget, sequences),
         time=_times(case, device, budget),
         terms=terms,
+        process_bytes=sum(t.bytes for t in terms if t.name != LEFT_TO_OTHERS),
         provenance=_provenance(case, device),
         device=DeviceFigures(device.name, device.memory_bytes, settings.devices, device.memory_bytes - used)
         if device
@@ -144,7 +145,7 @@ def _tightest(case: Case, device: Device | None, sequences: int) -> tuple[int, t
             rank = cache.layers
             fixed = (
                 case.stage_weights[i],
-                *other_terms(case.geometry, case.profile, rank, settings, device.accelerator),
+                *other_terms(case.geometry, case.profile, rank, settings, device),
             )
         if device is not None or settings.kv_memory_bytes is not None:
             total = device.memory_bytes if device else 0

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from kvarn.core.geometry import ModelGeometry
 from kvarn.core.specs import LayerSpec
 from kvarn.planner.profiles.base import Profile, Split
+from kvarn.planner.roofline import Device
 from kvarn.planner.settings import Settings
+from kvarn.planner.sizes import MIB
 from kvarn.planner.terms import Term, estimated, exact
 
 
@@ -42,15 +44,36 @@ def cache_terms(held: Split, padding: str = "") -> tuple[Term, ...]:
     return tuple(exact(name, nbytes, padding) for name, nbytes in parts if nbytes)
 
 
+LEFT_TO_OTHERS = "left to others"
+# A process with PyTorch on a CPU before it loads a model, and a vocabulary's tokenizer; measured with Kvarn 0.1.
+CPU_BASE_BYTES = 235 * MIB
+ALLOCATOR_BYTES = 32 * MIB  # what the allocator keeps of buffers that loading used
+TOKENIZER_BYTES_PER_TOKEN = 1000
+
+
+def own_terms(geometry: ModelGeometry, base_bytes: float | None) -> list[Term]:
+    """What a Kvarn process on a CPU takes beside weights and cache: libraries and tokenizer, and the pages of the
+    model's file that are mapped while it loads (the system takes them back when it needs them)."""
+    base = int(base_bytes or CPU_BASE_BYTES) + ALLOCATOR_BYTES
+    tokenizer = geometry.vocab_size * TOKENIZER_BYTES_PER_TOKEN
+    how = f"libraries {base:,} B + tokenizer of {geometry.vocab_size:,} tokens, about {tokenizer:,} B"
+    found = [estimated("runtime", int(0.85 * base + 0.6 * tokenizer), int(1.15 * base + 1.4 * tokenizer), how)]
+    if file_bytes := geometry.stored_weight_bytes:
+        found.append(estimated("file while loading", 0, file_bytes, "mapped pages of the model's file", file_bytes))
+    return found
+
+
 def other_terms(
-    geometry: ModelGeometry, profile: Profile, rank: tuple[LayerSpec, ...], settings: Settings, accelerator: bool
+    geometry: ModelGeometry, profile: Profile, rank: tuple[LayerSpec, ...], settings: Settings, device: Device
 ) -> tuple[Term, ...]:
     """What is neither weights nor cache: activations, logits, runtime, graphs."""
     low, high = profile.runtime_bytes
     found = [activations(geometry, rank, settings), logits(geometry, profile, settings)]
+    if profile.name == "kvarn" and not device.accelerator:
+        return (*found, *own_terms(geometry, device.kvarn.base_bytes if device.kvarn else None))
     found.append(estimated("runtime", low, high, "libraries, contexts and buffers of the engine and its driver"))
     low, high = profile.graph_bytes
-    if high and accelerator and settings.graphs is not False:
+    if high and device.accelerator and settings.graphs is not False:
         found.append(estimated("graphs", low, high, "captured graphs; none with eager execution"))
     return tuple(found)
 
@@ -91,7 +114,7 @@ def cache_budget(profile: Profile, settings: Settings, device_bytes: int, fixed:
         "all": f"device - everything else - a margin of {profile.margin_bytes:,} B",
     }[profile.budget]
     room, used = left(sum(t.bytes for t in counted)), sum(t.bytes for t in fixed)
-    reserve = exact("left to others", max(0, device_bytes - used - room), how) if used < device_bytes else None
+    reserve = exact(LEFT_TO_OTHERS, max(0, device_bytes - used - room), how) if used < device_bytes else None
     return CacheBudget(
         room,
         left(sum(t.high for t in counted)),

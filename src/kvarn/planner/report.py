@@ -61,7 +61,10 @@ def memory_table(plan: Plan) -> list[str]:
     else:
         total = sum(t.bytes for t in plan.terms)
         rows.append(("sum", f"{total:,} B", show_bytes(total), show_both(total).split(" = ")[-1]))
-    return [title, *table(rows)]
+    lines = [title, *table(rows)]
+    if plan.device:
+        lines.append(f"  the process itself: {show_both(plan.process_bytes)} at its peak")
+    return lines
 
 
 def kv_lines(plan: Plan) -> list[str]:

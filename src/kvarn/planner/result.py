@@ -145,7 +145,8 @@ class Plan:
 
     verdict: fits | does_not_fit | unknown; reason: one sentence with the numbers. model, architecture, context,
     sequences, batch, tp, pp, dp: what was planned. model_context: tokens the model was made for. terms: one device's
-    memory, additive. cache_bytes: memory the engine leaves for its cache on one device, [cache_low, cache_high] over
+    memory, additive. process_bytes: of all terms but what is left to others, the peak of a process that holds the
+    planned sequences. cache_bytes: memory the engine leaves for its cache on one device, [cache_low, cache_high] over
     the range of the estimates; None where unknown. lines: what the engine would log. `to_json` and `from_json` are
     inverse.
     """
@@ -167,6 +168,7 @@ class Plan:
     capacity: Capacity
     time: Times
     terms: tuple[Term, ...]
+    process_bytes: int
     provenance: Provenance
     device: DeviceFigures | None = None
     cache_bytes: int | None = None

@@ -101,10 +101,21 @@ def held_by_kvarn(geometry: ModelGeometry, weights: str | None) -> tuple[Term, f
     how = f"{counted.layers + counted.experts + head:,} weights of products x {width} B"
     if stored is None or not blocks:
         return exact("weights", products + counted.embedding * width, f"{how} + embedding x {width} B"), float(width)
-    table = int(stored * counted.embedding / counted.total)
-    low, high = table // 2, min(2 * table, counted.embedding * 17 // 16)
-    how += f" + embedding in the file's blocks, about {table:,} B"
-    return estimated("weights", products + low, products + max(low, high), how, products + table), float(width)
+    table = embedding_bytes(geometry)
+    how += f" + embedding in the file's blocks, {table:,} B"
+    return estimated("weights", products + table // 2, products + 2 * table, how, products + table), float(width)
+
+
+def embedding_bytes(geometry: ModelGeometry) -> int:
+    """Bytes of a quantized file's embedding: of the widest quantized type of which the file holds enough."""
+    wanted = geometry.parameters.embedding if geometry.parameters else 0
+    fits = []
+    for name, nbytes in geometry.weight_bytes:
+        bits = _WEIGHT_BITS.get(name.lower(), 0.0)
+        size = int(wanted * bits) // 8
+        if name.lower() not in WIDE_TYPES and 0 < size <= nbytes:
+            fits.append(size)
+    return max(fits, default=int(wanted * 8.5) // 8)
 
 
 def quantized(geometry: ModelGeometry) -> bool:
