@@ -110,6 +110,39 @@ class Small:
         /,
     ) -> None: ...
 
+class Matrix:
+    def __init__(
+        self,
+        isa: str,
+        data: int,
+        rows: int,
+        columns: int,
+        width: int,
+        group: int,
+        bits: int,
+        zero: int,
+        bias: int,
+        /,
+    ) -> None: ...
+    def product(
+        self,
+        x: int,
+        x_row: int,
+        dtype: int,
+        rows: int,
+        before: int,
+        norm: int,
+        eps: float,
+        activation: int,
+        residual: int,
+        residual_row: int,
+        out: int,
+        out_dtype: int,
+        n_threads: int,
+        /,
+    ) -> None: ...
+    def gather(self, ids: int, rows: int, out: int, dtype: int, n_threads: int, /) -> None: ...
+
 def seal(
     isa: str,
     source: Pool,

@@ -150,6 +150,32 @@ inline void stage_queries(const Step& s, const AttendCall& c, const Shape& h, co
   }
 }
 
+// The oldest and newest position that a block's slots hold (high -1: none). Returns whether some slot holds nothing.
+INLINE bool span_of(const int32_t* p, int n, int* low, int* high) {
+  // As unsigned numbers the positions of empty slots, -1, are above all others.
+  vi most{}, all = splat_i(-1);
+  vu least = (vu)all;
+  most += -1;
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    vi x = load<vi>(p + i);
+    most = x > most ? x : most;
+    least = (vu)x < least ? (vu)x : least;
+    all = all & ~(x >> 31);
+  }
+  uint32_t bottom = hmin_u(least);
+  int top = hmax_i(most);
+  bool holes = hmin_u((vu)all) != 0xffffffffu;
+  for (; i < n; i++) {
+    holes |= p[i] < 0;
+    bottom = uint32_t(p[i]) < bottom ? uint32_t(p[i]) : bottom;
+    top = imax(top, p[i]);
+  }
+  *low = top < 0 ? INT32_MAX : int(bottom);
+  *high = top;
+  return holes;
+}
+
 // The blocks of columns [begin, end) that some query of the tile may see.
 inline int visible_columns(const Step& s, const AttendCall& c, const Tile& t, int begin, int end, Column* out) {
   int n = 0;
@@ -158,13 +184,8 @@ inline int visible_columns(const Step& s, const AttendCall& c, const Tile& t, in
     const Pool& pool = s.pools[s.table.pool[row + i]];
     int64_t block = s.table.block[row + i];
     const int32_t* p = pool.positions + block * pool.block_size;
-    int low = INT32_MAX, high = -1;  // over the slots that hold something
-    bool holes = false;
-    for (int j = 0; j < pool.block_size; j++) {
-      holes |= p[j] < 0;
-      low = p[j] >= 0 && p[j] < low ? p[j] : low;
-      high = p[j] > high ? p[j] : high;
-    }
+    int low, high;
+    const bool holes = span_of(p, pool.block_size, &low, &high);
     if (high < 0 || low > t.last_position) continue;
     if (c.window > 0 && high <= t.first_position - c.window) continue;
     if (c.chunk > 0 && high / c.chunk < t.first_position / c.chunk) continue;

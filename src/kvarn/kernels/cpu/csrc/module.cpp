@@ -12,11 +12,19 @@
 
 #include "dispatch.h"
 #include "parallel.h"
+#include "product_module.h"
 #include "types.h"
 
 namespace nb = nanobind;
 
 namespace kvarn {
+
+const Ops* ops_named(const std::string& name) {
+  for (auto p = available_ops(); *p != nullptr; p++)
+    if (name == (*p)->name) return *p;
+  throw std::invalid_argument("instruction set " + name + " is not built in, or this machine lacks it");
+}
+
 namespace {
 
 using Address = uintptr_t;
@@ -35,12 +43,6 @@ Side make_side(int codec, int group, const std::vector<Part>& parts) {
     side.part[i] = {pointer<uint8_t>(std::get<0>(parts[i])), std::get<1>(parts[i]), std::get<2>(parts[i]),
                     std::get<3>(parts[i])};
   return side;
-}
-
-const Ops* ops_named(const std::string& name) {
-  for (auto p = available_ops(); *p != nullptr; p++)
-    if (name == (*p)->name) return *p;
-  throw std::invalid_argument("instruction set " + name + " is not built in, or this machine lacks it");
 }
 
 struct PyPool {
@@ -224,6 +226,7 @@ double float_rate(const std::string& isa, int n_threads, int repeats) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // objects that live to the end of the process are no leak
   m.doc() = "Kvarn's kernels for CPUs; see kvarn.kernels.cpu.backend for the Python side.";
   nb::class_<PyPool>(m, "Pool").def(
       nb::init<int, int, const std::vector<Part>&, int, int, const std::vector<Part>&, Address, int>());
@@ -240,6 +243,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<const std::string&>())
       .def("rms_norm", &PySmall::rms_norm)
       .def("gated", &PySmall::gated);
+  add_products(m);
   m.def("seal", &seal);
   m.def("decode", &decode);
   m.def("instruction_sets", &instruction_sets, "Instruction sets built in that this machine runs, best first.");

@@ -85,6 +85,25 @@ INLINE float hmax(vf v) {
 #endif
 }
 
+INLINE int hmax_i(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int x = v[0];
+  for (int i = 1; i < W; i++) x = imax(x, v[i]);
+  return x;
+#endif
+}
+INLINE uint32_t hmin_u(vu v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_min_epu32((__m512i)v);
+#else
+  uint32_t x = v[0];
+  for (int i = 1; i < W; i++) x = v[i] < x ? v[i] : x;
+  return x;
+#endif
+}
+
 // Widening and narrowing of lanes. Compilers take __builtin_convertvector apart lane by lane, so it is the last resort.
 #if defined(__AVX512F__)
 INLINE vi widen(vs8 b) { return (vi)_mm512_cvtepi8_epi32((__m128i)b); }

@@ -101,6 +101,39 @@ struct RowsCall {  // row-wise small operations over [rows, width]
   int activation;  // 0 silu, 1 gelu_tanh
 };
 
+struct BlockMatrix {  // codes and scales in tiles of 16 rows, see product.h
+  const uint8_t* data;
+  int rows, columns;  // columns: a multiple of 32, padded with code zero
+  int group;          // columns that share scales: 32, or all
+  int bits;           // of a code: 4 or 8
+  int zero;           // the code that means 0; -1: an offset a scale instead
+};
+
+enum Before : int { kAsIs = 0, kNormed = 1, kGated = 2 };  // what happens to activations before the product
+
+struct ProductCall {  // out = before(x) @ matrix.T (+ bias) (+ residual)
+  BlockMatrix matrix;
+  const void* x;
+  int64_t x_row;
+  int width, dtype;  // columns of x that count; kGated: x is [gate | up], each of that width
+  int before, activation;
+  const float* norm;
+  float eps;
+  const float* bias;
+  const void* residual;  // in out's dtype, or null
+  void* out;
+  int64_t residual_row, out_row;
+  int out_dtype, n_threads;
+  int64_t rows;
+};
+
+struct GatherCall {  // rows `ids` of a matrix as floats [rows, width]
+  BlockMatrix matrix;
+  const int64_t* ids;
+  void* out;
+  int rows, width, dtype, n_threads;
+};
+
 struct Ops {  // one table an instruction set
   const char* name;
   void (*attend)(const Step&, const AttendCall&);
@@ -111,6 +144,8 @@ struct Ops {  // one table an instruction set
   void (*gated)(const RowsCall&);
   void (*rope)(const Step&, const AttendCall&);
   void (*write)(const Step&, const AttendCall&);
+  void (*product)(const ProductCall&);
+  void (*gather)(const GatherCall&);
   double (*read_sum)(const uint8_t*, int64_t n_bytes);
   double (*fma_rate)(int64_t repeats);
 };

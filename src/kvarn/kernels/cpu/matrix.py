@@ -1,0 +1,144 @@
+"""Matrices of 4- and 8-bit codes, multiplied with activations that become int8 on the way in (csrc/product.h).
+
+A group of columns shares a scale: weight = scale * code + offset, or scale * (code - zero) where a whole matrix has one
+zero. Activations are rounded to int8 with one scale a row and group (the largest magnitude becomes 127), so the sums of
+a group are exact integers, and a row of the result has the same bits whatever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvarn.kernels.cpu import _native
+from kvarn.kernels.cpu.codes import ACTIVATIONS, DTYPES
+
+TILE_ROWS, BLOCK_COLUMNS = 16, 32
+_AS_IS, _NORMED, _GATED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix before it is packed. codes [N, K] uint8, below 2**bits; scale [N, K / group] float16; offset the same, or
+    None where the code `zero` means 0. group: columns that share a scale, a multiple of 32; K a multiple of it."""
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    zero: int
+    bits: int
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    def floats(self) -> Tensor:
+        """The numbers [N, K] in float32."""
+        codes = self.codes.float().unflatten(1, (self.scale.shape[1], -1))
+        scale = self.scale.float().unsqueeze(-1)
+        if self.offset is not None:
+            return (codes * scale + self.offset.float().unsqueeze(-1)).flatten(1)
+        return ((codes - self.zero) * scale).flatten(1)
+
+
+def pack(held: Codes) -> Tensor:
+    """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product.h."""
+    n_rows, columns = held.codes.shape
+    tiles, groups = -(-n_rows // TILE_ROWS), held.scale.shape[1]
+    codes = _whole_tiles(held.codes, tiles).view(tiles, TILE_ROWS, columns // BLOCK_COLUMNS, BLOCK_COLUMNS)
+    if held.bits == 4:
+        low, high = codes.split(BLOCK_COLUMNS // 2, dim=3)
+        codes = low | (high << 4)
+    codes = codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).reshape(tiles, groups, -1)
+    sides = (held.scale,) if held.offset is None else (held.scale, held.offset)
+    marks = [
+        _whole_tiles(s.to(torch.float16), tiles)
+        .view(tiles, TILE_ROWS, groups)
+        .transpose(1, 2)
+        .contiguous()
+        .view(torch.uint8)
+        for s in sides
+    ]
+    return torch.cat((codes, *marks), dim=2).view(tiles, -1)
+
+
+def _whole_tiles(x: Tensor, tiles: int) -> Tensor:
+    missing = tiles * TILE_ROWS - x.shape[0]
+    return x.contiguous() if not missing else torch.cat((x, x.new_zeros(missing, x.shape[1])))
+
+
+class Matrix:
+    """A packed matrix [rows, width]; pads its columns itself. bias [rows] float32 is added to products."""
+
+    __slots__ = ("_keep", "_native", "rows", "width")
+
+    def __init__(self, held: Codes, width: int, bias: Tensor | None = None, isa: str | None = None) -> None:
+        """width: columns that count, at most those of `held`. isa: one of `instruction_sets()`, None for the best."""
+        data = pack(held)
+        self.rows, self.width = held.codes.shape[0], width
+        self._keep = (data,) if bias is None else (data, bias.float().contiguous())
+        self._native = _native.Matrix(
+            isa or _native.instruction_sets()[0],
+            data.data_ptr(),
+            self.rows,
+            held.codes.shape[1],
+            width,
+            held.group,
+            held.bits,
+            -1 if held.offset is not None else held.zero,
+            0 if bias is None else self._keep[1].data_ptr(),
+        )
+
+    def product(self, x: Tensor, dtype: torch.dtype | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [T, width] -> [T, rows] in `dtype` (None: x's), plus residual [T, rows] of that dtype where given."""
+        return self._run(x, _AS_IS, 0, 0.0, 0, dtype or x.dtype, residual)
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The product of rms_norm(x) * weight, weight [width] float32; the norm is not rounded in between."""
+        return self._run(x, _NORMED, weight.data_ptr(), eps, 0, x.dtype, None)
+
+    def gated(self, x: Tensor, activation: str, residual: Tensor | None = None) -> Tensor:
+        """The product of activation(gate) * up, x [T, 2 * width] being gate and then up, plus residual."""
+        return self._run(x, _GATED, 0, 0.0, ACTIVATIONS[activation], x.dtype, residual)
+
+    def _run(
+        self,
+        x: Tensor,
+        before: int,
+        norm: int,
+        eps: float,
+        activation: int,
+        dtype: torch.dtype,
+        residual: Tensor | None,
+    ) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        n_rows = x.shape[0]
+        out = torch.empty((n_rows, self.rows), dtype=dtype)
+        self._native.product(
+            x.data_ptr(),
+            x.stride(0),
+            DTYPES[x.dtype],
+            n_rows,
+            before,
+            norm,
+            eps,
+            activation,
+            0 if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            out.data_ptr(),
+            DTYPES[dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows ids [T] int64 as floats [T, width]."""
+        out = torch.empty((ids.shape[0], self.width), dtype=dtype)
+        self._native.gather(ids.data_ptr(), ids.shape[0], out.data_ptr(), DTYPES[dtype], torch.get_num_threads())
+        return out
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._keep
