@@ -12,4 +12,4 @@ def test_a_minute_of_random_load() -> None:
     report = soak(60)
     assert report.good, str(report)
     assert report.preemptions > 0, "the pool was not too small"
-    assert report.outcomes["200"] > 100 and report.outcomes["left"] > 20
+    assert report.clients.outcomes["200"] > 100 and report.clients.outcomes["left"] > 20

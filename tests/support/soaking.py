@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import json
-import random
+import multiprocessing
 import sys
 import time
-from collections import Counter
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
-import httpx
 import psutil
 
 from support.serving import Running, running_server
+from support.soak_clients import CLIENTS, STUCK_S, ClientReport, play
 
-CLIENTS = 24
-STUCK_S = 60.0
 WARM_SHARE = 0.3  # of the time, before memory is measured for the first time
-GROWTH_BYTES = 24e6
-EXPECTED = frozenset({200, 400, 404, 408, 413, 429})
+GROWTH_BYTES = 16e6
 
 
 @dataclass
 class SoakReport:
-    """lost: requests without an end. outcomes: by status, or how the client left. rss: bytes, warm and last."""
+    """clients: what they saw. rss: the server's bytes, warm and last."""
 
     seconds: float
-    outcomes: Counter[str] = field(default_factory=Counter)
-    lost: int = 0
-    unexpected: list[str] = field(default_factory=list)
+    clients: ClientReport = field(default_factory=ClientReport)
+    idle: bool = False
     preemptions: int = 0
     leaked_sequences: int = -1
     ledger_error: str | None = None
@@ -40,27 +33,41 @@ class SoakReport:
 
     @property
     def good(self) -> bool:
-        clean = not (self.lost or self.unexpected or self.leaked_sequences or self.ledger_error)
-        return clean and self.rss_end - self.rss_warm < GROWTH_BYTES
+        wrong = self.clients.lost or self.clients.unexpected or self.leaked_sequences or self.ledger_error
+        return self.idle and not wrong and self.rss_end - self.rss_warm < GROWTH_BYTES
 
     def __str__(self) -> str:
-        growth = (self.rss_end - self.rss_warm) / 1e6
+        seen, growth = self.clients, (self.rss_end - self.rss_warm) / 1e6
         return (
-            f"{'good' if self.good else 'BAD'}: {self.seconds:.0f} s, {sum(self.outcomes.values())} requests "
-            f"{dict(self.outcomes)}, lost or stuck {self.lost}, unexpected {self.unexpected[:5]}, preemptions "
+            f"{'good' if self.good else 'BAD'}: {self.seconds:.0f} s, {sum(seen.outcomes.values())} requests "
+            f"{dict(seen.outcomes)}, lost or stuck {seen.lost}, unexpected {seen.unexpected[:5]}, preemptions "
             f"{self.preemptions}, sequences left {self.leaked_sequences}, ledger {self.ledger_error or 'balanced'}, "
             f"memory grew {growth:+.1f} MB after warming"
         )
 
 
 def soak(seconds: float, *, seed: int = 0, progress: bool = False) -> SoakReport:
-    """Run a server and its clients for so long; the pool holds about 3 of the 24 clients' sequences."""
+    """Run a server and its clients for so long; the pool holds about 3 of the 24 clients' sequences. Few different step
+    sizes: oneDNN keeps a primitive for each one that it met, up to 1,024, which looks like growth while they fill."""
     report = SoakReport(seconds)
     limits = {"max_requests": CLIENTS - 2, "body_timeout_s": 2.0, "send_timeout_s": 5.0}
-    with running_server(limits, kv_memory_bytes=_pool_bytes(), max_seqs=16, context_tokens=128, poison=False) as server:
-        asyncio.run(_play(server, report, seconds, seed, progress))
+    sizes = {
+        "kv_memory_bytes": _pool_bytes(),
+        "max_seqs": 16,
+        "step_tokens": 20,
+        "context_tokens": 128,
+        "poison": False,
+    }
+    with running_server(limits, **sizes) as server, _apart() as pool:
+        playing = pool.submit(play, server.url, seconds, seed)
+        _watch(report, playing, seconds, progress)
+        report.clients = playing.result(seconds + 2 * STUCK_S)
         _settle(server, report)
     return report
+
+
+def _apart() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _pool_bytes() -> int:
@@ -68,109 +75,21 @@ def _pool_bytes() -> int:
     return 400 * 2 * 2 * 2 * 8 * 4
 
 
-async def _play(server: Running, report: SoakReport, seconds: float, seed: int, progress: bool) -> None:
-    end = time.monotonic() + seconds
-    async with httpx.AsyncClient(
-        base_url=server.url, timeout=STUCK_S, limits=httpx.Limits(max_connections=None)
-    ) as http:
-        clients = [_client(http, report, random.Random(f"{seed}/{i}"), end) for i in range(CLIENTS)]
-        await asyncio.gather(_watch(report, seconds, progress), *clients)
-
-
-async def _watch(report: SoakReport, seconds: float, progress: bool) -> None:
-    await asyncio.sleep(seconds * WARM_SHARE)
-    report.rss_warm = _resident()
-    left = seconds * (1 - WARM_SHARE)
-    while left > 0:
-        await asyncio.sleep(min(10, left))
-        left -= 10
-        if progress:
-            done, held = sum(report.outcomes.values()), _resident() / 1e6
-            sys.stderr.write(f"{max(0, left):.0f} s left, {done} requests, {held:.1f} MB\n")
-
-
-async def _client(http: httpx.AsyncClient, report: SoakReport, source: random.Random, end: float) -> None:
-    while time.monotonic() < end:
-        try:
-            await asyncio.wait_for(_request(http, report, source), STUCK_S)
-        except (TimeoutError, httpx.TimeoutException):
-            report.lost += 1
-        except httpx.HTTPError as error:
-            report.unexpected.append(type(error).__name__)
-
-
-async def _request(http: httpx.AsyncClient, report: SoakReport, source: random.Random) -> None:
-    kind = source.choices(("whole", "stream", "leave", "nonsense"), (4, 4, 4, 1))[0]
-    if kind == "nonsense":
-        body: Any = source.choice(["[", {"prompt": ""}, {"prompt": "x" * 400}, {"prompt": 3}, {"prompt": "x", "n": 0}])
-        text = body if isinstance(body, str) else json.dumps(body)
-        response = await http.post("/v1/completions", content=text, headers={"content-type": "application/json"})
-        _note(report, response.status_code, refused=True)
-        return
-    body = _body(source)
-    if kind == "whole":
-        response = await http.post("/v1/completions", json=body)
-        _note(report, response.status_code)
-        if response.status_code == 200:
-            _check_whole(report, body, response.json())
-        return
-    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        _note(report, response.status_code)
-        if response.status_code != 200:
-            return
-        await _read(report, response, leave_after=source.randint(0, 20) if kind == "leave" else None)
-
-
-def _body(source: random.Random) -> dict[str, Any]:
-    shared = source.choice(["", "a system prompt that many share. ", "another one, a little longer than the first. "])
-    body: dict[str, Any] = {
-        "prompt": shared + "".join(source.choices("abcdefgh ", k=source.randint(1, 30))),
-        "max_tokens": source.randint(1, 40),
-        "temperature": source.choice([0, 1]),
-        "ignore_eos": source.random() < 0.7,
-        "n": source.choice([1, 1, 1, 2, 3]),
-        "priority": source.randint(0, 2),
-        "kvarn": source.random() < 0.2,
-    }
-    if source.random() < 0.2:
-        body["structured_outputs"] = {"regex": "[a-z]{1,20}"}
-    if source.random() < 0.1:
-        body["timeout_s"] = 0.05
-    return body
-
-
-async def _read(report: SoakReport, response: httpx.Response, leave_after: int | None) -> None:
-    lines = 0
-    async for line in response.aiter_lines():
-        lines += bool(line)
-        if leave_after is not None and lines > leave_after:
-            report.outcomes["left"] += 1
-            return
-        if line.endswith("[DONE]"):
-            return
-        if '"error"' in line:
-            if '"timeout"' not in line:
-                report.unexpected.append(line[:300])
-            return
-    report.unexpected.append("a stream ended without [DONE]")
-
-
-def _note(report: SoakReport, status: int, refused: bool = False) -> None:
-    report.outcomes[str(status)] += 1
-    if status not in EXPECTED or (refused and status == 200):
-        report.unexpected.append(f"status {status}")
-
-
-def _check_whole(report: SoakReport, body: dict[str, Any], answer: dict[str, Any]) -> None:
-    reasons = [c["finish_reason"] for c in answer["choices"]]
-    if len(reasons) != body["n"] or set(reasons) - {"stop", "length"}:
-        report.unexpected.append(f"reasons {reasons}")
+def _watch(report: SoakReport, playing: Future[ClientReport], seconds: float, progress: bool) -> None:
+    begun, shown_s = time.monotonic(), 0.0
+    while not playing.done():
+        time.sleep(min(1.0, seconds / 20))
+        passed_s = time.monotonic() - begun
+        if not report.rss_warm and passed_s > seconds * WARM_SHARE:
+            report.rss_warm = _resident()
+        if progress and passed_s > shown_s + 10:
+            shown_s = passed_s
+            sys.stderr.write(f"{passed_s:.0f} s, {_resident() / 1e6:.1f} MB\n")
 
 
 def _settle(server: Running, report: SoakReport) -> None:
     """Everything must come back: no open request, no sequence, a balanced ledger."""
-    if not server.idle(STUCK_S):
-        report.lost += 1
+    report.idle = server.idle(STUCK_S)
     report.leaked_sequences = server.held()[0]
     try:
         server.thread.call(lambda e: e.cache.check()).result(30)
