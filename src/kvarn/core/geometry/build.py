@@ -100,7 +100,18 @@ def geometry_of(config: Mapping[str, Any], *, name: str = "", provenance: str = 
     reader.understood(("model_type", *_TEXT_KEYS))
     if outer:
         reader.note("the language model alone: vision and audio towers are not counted")
-    return _geometry(model_type, reader, family(reader), name, provenance, config)
+    return _geometry(model_type, reader, _parts(family, reader), name, provenance, config)
+
+
+def _parts(family: Family, reader: ConfigReader) -> ModelParts:
+    """The family's answer. Families check sizes; a value of a kind that no config has (a dictionary for a number, a
+    list that is too short) is the file's fault as well, and is said to be."""
+    try:
+        return family(reader)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"the {reader.model_type} config is malformed: {error}", fixes=("fetch the model's own config.json again",)
+        ) from error
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -148,7 +159,7 @@ def _text_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
 
 def _model_type(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     for stated in (text.get("model_type"), config.get("model_type")):
-        if stated in ENCODER_DECODERS or stated in ENCODERS:
+        if isinstance(stated, str) and (stated in ENCODER_DECODERS or stated in ENCODERS):
             what = "an encoder-decoder" if stated in ENCODER_DECODERS else "an encoder"
             raise UnknownArchitecture(f"{stated} is {what}; Kvarn plans decoder-only models")
     if text.get("is_encoder_decoder"):

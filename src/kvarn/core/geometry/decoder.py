@@ -44,7 +44,7 @@ def is_on(c: ConfigReader, switch: Switch) -> bool:
 
 
 def n_layers_of(c: ConfigReader) -> int:
-    return c.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return c.layers("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def hidden_of(c: ConfigReader) -> int:

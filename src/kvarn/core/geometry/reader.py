@@ -10,6 +10,8 @@ from typing import Any
 from kvarn.core.errors import ConfigError
 
 MAX_COUNT = 1 << 31
+MAX_LAYERS = 1 << 14
+MAX_DRAFTS = 256
 _MISSING = object()
 
 # A key that matches says something about the cache, unless a family reads it or it is listed as harmless.
@@ -83,6 +85,20 @@ class ConfigReader:
         if self.stated(*names) is None and default is None and any(self._defaults.get(n) for n in names):
             self.note(f"{names[0]} is not in the config; {self.model_type}'s default {self.get(*names)} is used")
         return self._integer(names[0], self.get(*names, default=_MISSING if default is None else default), low=1)
+
+    def layers(self, *names: str) -> int:
+        """A number of layers: a size that is not absurd. Raises ConfigError."""
+        found = self.size(*names)
+        if found > MAX_LAYERS:
+            raise ConfigError(f"{names[0]} is {found}; {MAX_LAYERS} layers are the most that is read")
+        return found
+
+    def drafts(self, *names: str, default: int = 0) -> int:
+        """A number of draft layers, possibly 0. Raises ConfigError where it is absurd."""
+        found = self.count(*names, default=default)
+        if found > MAX_DRAFTS:
+            raise ConfigError(f"{names[0]} is {found}; {MAX_DRAFTS} draft layers are the most that is read")
+        return found
 
     def count(self, *names: str, default: int = 0) -> int:
         """An integer that may be 0. Raises ConfigError."""

@@ -105,7 +105,7 @@ _LATE_WINDOW = {
 
 def _muse(c: ConfigReader) -> ModelParts:
     """Muse Glimmer: every 4th layer, counted backward from the last, sees everything."""
-    last = c.size("num_hidden_layers") - 1
+    last = c.layers("num_hidden_layers") - 1
     return decoder(c, replace(_STYLES["muse_glimmer_text"], slides=lambda i: (last - i) % 4 != 0))
 
 
@@ -119,7 +119,7 @@ def _chatglm(c: ConfigReader) -> ModelParts:
     mixer = attention(hidden, query, kv, dim, dim, qkv_bias=c.flag("add_qkv_bias") or bias, o_bias=bias)
     ffn = gated_mlp(hidden, c.size("ffn_hidden_size"), bias=bias)
     one = layer(h.spec(), mixer, ffn, 2 * hidden)
-    return ModelParts((one,) * c.size("num_layers"), vocab * hidden, vocab * hidden, hidden, width=ffn.width)
+    return ModelParts((one,) * c.layers("num_layers"), vocab * hidden, vocab * hidden, hidden, width=ffn.width)
 
 
 def _qwen1(c: ConfigReader) -> ModelParts:

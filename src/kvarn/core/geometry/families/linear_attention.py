@@ -253,7 +253,7 @@ def _inkling_mixer(c: ConfigReader, h: Heads, slid: bool) -> tuple[int, tuple[St
 
 
 def _inkling_ffn(c: ConfigReader, i: int) -> FeedForward:
-    hidden, kinds = hidden_of(c), c.sequence("mlp_layer_types")
+    hidden, kinds = hidden_of(c), c.per_layer("mlp_layer_types", n_layers_of(c))
     dense_width, width = c.stated("dense_intermediate_size"), c.size("moe_intermediate_size")
     if dense_width is not None:  # then intermediate_size is the experts' width (InklingTextConfig)
         width = c.size("intermediate_size")

@@ -193,7 +193,7 @@ def _nemotron_h(c: ConfigReader) -> ModelParts:
     layers = tuple(parts[kind][0] for kind in kinds)
     found = assemble(c, _STYLE, layers, max((f for _, f in parts.values()), key=lambda f: (f.n_experts, f.width)))
     drafts = _nemotron_types(c, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    n_drafts = c.count("num_nextn_predict_layers")
+    n_drafts = c.drafts("num_nextn_predict_layers")
     return replace(found, drafts=tuple(_nemotron_layer(c, kind)[0] for kind in drafts) * n_drafts)
 
 

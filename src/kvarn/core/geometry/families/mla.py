@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvarn.core.geometry.decoder import Style, assemble, hidden_of, n_layers_of
-from kvarn.core.geometry.families.moe import deepseek_moe, with_drafts
+from kvarn.core.geometry.families.moe import deepseek_moe, routed, with_drafts
 from kvarn.core.geometry.parts import FeedForward, LayerPart, ModelParts, gated_mlp, layer, linear
 from kvarn.core.geometry.reader import ConfigReader
 from kvarn.core.specs import LayerSpec
@@ -34,7 +34,7 @@ def mla_spec(c: ConfigReader, *, index_dim: int = 0) -> LayerSpec:
 def mla_parameters(c: ConfigReader, spec: LayerSpec) -> int:
     """Down- and up-projections of queries and of keys and values, their norms, and the output projection."""
     hidden, heads = hidden_of(c), spec.query_heads
-    q_rank, bias = c.get("q_lora_rank"), c.flag("attention_bias")
+    q_rank, bias = c.count("q_lora_rank"), c.flag("attention_bias")
     k_width, v_width = heads * spec.k_dim, heads * spec.v_dim
     query = linear(hidden, q_rank, bias) + q_rank + q_rank * k_width if q_rank else linear(hidden, k_width)
     latent = linear(hidden, spec.latent_dim + spec.rope_dim, bias) + spec.latent_dim
@@ -95,10 +95,10 @@ def _indexers(c: ConfigReader, n_layers: int) -> list[bool]:
 
 def _longcat(c: ConfigReader) -> ModelParts:
     """LongCat-Flash: a layer holds two attentions and two dense parts around one mixture of experts."""
-    hidden, n_layers = hidden_of(c), c.size("num_layers", "num_hidden_layers")
+    hidden, n_layers = hidden_of(c), c.layers("num_layers", "num_hidden_layers")
     spec = mla_spec(c)
     mixer, dense = mla_parameters(c, spec), gated_mlp(hidden, c.size("ffn_hidden_size"))
-    total, active = c.size("n_routed_experts"), c.size("moe_topk")
+    total, active = routed(c)
     zero = c.count("zero_expert_num")
     one = gated_mlp(hidden, c.size("expert_ffn_hidden_size"))
     router = linear(hidden, total + zero)

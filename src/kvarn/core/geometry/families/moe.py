@@ -38,7 +38,7 @@ def routed(c: ConfigReader) -> tuple[int, int]:
 
 def dense_first(c: ConfigReader, i: int, default: int = 0) -> bool:
     """Whether layer i is dense: mlp_layer_types where stated, else the first first_k_dense_replace layers."""
-    kinds = c.sequence("mlp_layer_types")
+    kinds = c.per_layer("mlp_layer_types", n_layers_of(c))
     if kinds is not None:
         return kinds[i] == "dense"
     return i < c.count("first_k_dense_replace", "num_dense_layers", default=default)
@@ -92,7 +92,7 @@ def minimax_m2(c: ConfigReader) -> ModelParts:
     if kinds and any(kind != 1 for kind in kinds):
         raise ConfigError(f"attn_type_list holds {sorted(set(kinds))}; minimax_m2 knows only 1, full attention")
     parts = decoder(c, Style(False, False, qk_norm="full", ffn=_minimax_m2))
-    modules = c.count("num_mtp_modules") * c.count("mtp_transformer_layers", default=1) if c.flag("use_mtp") else 0
+    modules = c.drafts("num_mtp_modules") * c.drafts("mtp_transformer_layers", default=1) if c.flag("use_mtp") else 0
     c.understood(("num_mtp_modules", "mtp_transformer_layers", "qk_norm_type"))
     return replace(parts, drafts=parts.layers[-1:] * modules)
 
@@ -209,7 +209,7 @@ def dbrx(c: ConfigReader) -> ModelParts:
             ffn.size("moe_top_k", default=1),
         ),
     )
-    specs = [h.spec()] * c.size("n_layers")
+    specs = [h.spec()] * c.layers("n_layers")
     return assemble(c, style, decoder_layers(c, style, specs, h))
 
 
@@ -250,7 +250,7 @@ def _glm4_moe(c: ConfigReader) -> ModelParts:
 def with_drafts(c: ConfigReader, parts: ModelParts, n_default: int = 0) -> ModelParts:
     """Add next-token-prediction layers: each is one more layer like the last, plus a projection of two hidden states
     and norms."""
-    n = c.count("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=n_default)
+    n = c.drafts("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=n_default)
     hidden, last = hidden_of(c), parts.layers[-1]
     draft = replace(last, parameters=last.parameters + 2 * hidden * hidden + 3 * hidden)
     return replace(parts, drafts=(draft,) * n)

@@ -84,7 +84,7 @@ def _nas_from_lists(c: ConfigReader, n_layers: int, query: int, dim: int) -> Mod
 
 def _openelm(c: ConfigReader) -> ModelParts:
     """OpenELM (arXiv:2404.14619): heads and widths grow with depth."""
-    hidden, n_layers, dim = c.size("model_dim", "hidden_size"), c.size("num_transformer_layers"), c.size("head_dim")
+    hidden, n_layers, dim = c.size("model_dim", "hidden_size"), c.layers("num_transformer_layers"), c.size("head_dim")
     query, kv = c.per_layer("num_query_heads", n_layers), c.per_layer("num_kv_heads", n_layers)
     mult, divisor = c.per_layer("ffn_multipliers", n_layers), c.size("ffn_dim_divisor", default=256)
     if query is None or kv is None or mult is None:
@@ -138,7 +138,7 @@ def _laguna_ffn(c: ConfigReader, i: int) -> FeedForward:
 def _step3p5(c: ConfigReader) -> ModelParts:
     """Step 3.5 and 3.7: window layers may have other query heads; gated attention; three dense layers, then experts."""
     hidden, n_layers, h = hidden_of(c), n_layers_of(c), _step_heads(c)
-    n_drafts = c.count("num_nextn_predict_layers", "num_mtp_layers")
+    n_drafts = c.drafts("num_nextn_predict_layers", "num_mtp_layers")
     kinds = (c.sequence("layer_types") or ["full_attention"] * n_layers)[:n_layers]
     other = c.sub("attention_other_setting")
     local = c.optional_size("num_sliding_attention_heads") or other.optional_size("num_attention_heads") or h.query

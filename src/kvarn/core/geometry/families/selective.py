@@ -27,7 +27,8 @@ def _selects(c: ConfigReader, n_layers: int) -> list[bool]:
 
 
 def _ffn(c: ConfigReader, i: int) -> FeedForward:
-    hidden, kinds, flags = hidden_of(c), c.sequence("mlp_layer_types"), c.sequence("moe_layer_freq")
+    hidden, n_layers = hidden_of(c), n_layers_of(c)
+    kinds, flags = c.per_layer("mlp_layer_types", n_layers), c.per_layer("moe_layer_freq", n_layers)
     dense = kinds[i] == "dense" if kinds else flags is not None and not flags[i]
     if dense:
         return gated_mlp(hidden, c.size("dense_intermediate_size"))

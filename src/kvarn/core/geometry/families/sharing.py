@@ -55,8 +55,9 @@ def _gemma3n(c: ConfigReader) -> ModelParts:
     hidden, n_layers, h = hidden_of(c), n_layers_of(c), heads(c)
     slides = slides_by_config(c, n_layers, every(5))
     shares = _share_last(slides, c.count("num_kv_shared_layers"))
-    widths = c.get("intermediate_size")
-    widths = [widths] * n_layers if isinstance(widths, int) else list(widths)
+    listed = isinstance(c.get("intermediate_size"), list)
+    widths = c.per_layer("intermediate_size", n_layers) if listed else None
+    widths = widths or [c.size("intermediate_size")] * n_layers
     per_layer, inputs = c.size("hidden_size_per_layer_input"), c.size("altup_num_inputs")
     rank, window = c.size("laurel_rank"), window_of(c)
     altup = 2 * hidden + inputs * hidden + inputs * inputs + inputs**3
