@@ -116,7 +116,7 @@ def main(
         q = torch.randn(sequences * queries, kv_heads * group, dim).bfloat16()
         step, params = backend.begin_step(rows, table, (pool,)), AttendParams(dim**-0.5)
 
-        def run(step=step, q=q, params=params) -> Tensor:  # noqa: ANN001
+        def run(step=step, q=q, params=params) -> Tensor:
             for layer in range(layers):
                 out = step.append_and_attend(q, None, None, None, layer, params)
             return out

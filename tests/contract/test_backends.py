@@ -10,6 +10,12 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
+
+from kvarn.core.errors import IncompatiblePlan, UnknownName
+from kvarn.core.formats import format_names
+from kvarn.kernels import backend_names, backend_report, load_backend
+from kvarn.kernels.api import Attended, AttendParams, Backend, PoolView, Rope, TableView
 from support.kernels import (
     LAYERS,
     REFERENCE,
@@ -24,12 +30,6 @@ from support.kernels import (
     queries,
     sealed,
 )
-from torch import Tensor
-
-from kvarn.core.errors import IncompatiblePlan, UnknownName
-from kvarn.core.formats import format_names
-from kvarn.kernels import backend_names, backend_report, load_backend
-from kvarn.kernels.api import Attended, AttendParams, Backend, PoolView, Rope, TableView
 
 BACKENDS = backends()
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=backend_ids)
@@ -238,7 +238,7 @@ def test_attention_mass(backend: Backend, stored: str, changes: dict[str, object
 
 
 @each_backend
-@pytest.mark.parametrize("fmt", [n for n in format_names()])
+@pytest.mark.parametrize("fmt", format_names())
 def test_copy_blocks_and_move_slots(backend: Backend, fmt: str) -> None:
     bag = make_bag(Heads(2, 1, 32, 32, 16), (64,), (1,))
     a, b = sealed(bag, fmt), sealed(bag, fmt)
@@ -280,7 +280,7 @@ def test_small_operations(backend: Backend, dtype: torch.dtype, width: int) -> N
 @each_backend
 def test_what_it_does_not_take_is_refused(backend: Backend) -> None:
     bag = make_bag(HEADS[0], (5,), (1,))
-    with pytest.raises(IncompatiblePlan, match="float64.*reference"):
+    with pytest.raises(IncompatiblePlan, match=r"float64.*reference"):
         backend.attend(queries(bag, torch.float64), bag.rows, bag.table, (bag.source,), 0, plain_params(bag))
 
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from support.kernels import REFERENCE, Heads, empty_pool, make_bag, sealed
 
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.formats import format_names, load_format, parse_kv_format
 from kvarn.core.specs import ELEMENT_BYTES
+from support.kernels import REFERENCE, Heads, empty_pool, make_bag, sealed
 
 each_format = pytest.mark.parametrize("name", format_names())
 QUANTIZED = tuple(n for n in format_names() if load_format(n).sealed_only)
@@ -95,13 +95,13 @@ LLOYD_MAX = {"turbo4": 0.009497, "turbo3": 0.03454, "turbo2": 0.1175}
 
 @pytest.mark.parametrize("name", LLOYD_MAX)
 @pytest.mark.parametrize("outlier", [1.0, 40.0])
-def test_rotated_formats_reach_the_gaussian_error_whatever_the_outliers(name: str, outlier: float) -> None:
+def test_rotated_formats_do_no_worse_than_on_gaussian_numbers_whatever_the_outliers(name: str, outlier: float) -> None:
     bag = make_bag(Heads(2, 1, 128, 128, 32), (512,), (1,), seed=4)
     bag.source.k[0][:, :, :, 7] *= outlier
     want, got = REFERENCE.decode(bag.source, bag.blocks), REFERENCE.decode(sealed(bag, name), bag.blocks)
     for a, b in zip(want, got, strict=True):
         error = ((a - b).square().sum() / a.square().sum()).item()
-        assert error == pytest.approx(LLOYD_MAX[name], rel=0.15)
+        assert 0.7 * LLOYD_MAX[name] <= error <= 1.02 * LLOYD_MAX[name]
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -133,7 +133,7 @@ def test_huge_and_zero_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in QUANTIZED if load_format(n).k_layout(64, 32)[0].dtype == "uint8"])
 def test_sizes_that_do_not_pack_are_refused(name: str) -> None:
-    with pytest.raises(IncompatiblePlan, match="multiple of 8.*block-size"):
+    with pytest.raises(IncompatiblePlan, match=r"multiple of 8.*block-size"):
         load_format(name).k_layout(64, 12)
-    with pytest.raises(IncompatiblePlan, match="multiple of 8|groups of 8"):
+    with pytest.raises(IncompatiblePlan, match=r"multiple of 8|groups of 8"):
         load_format(name).v_layout(68, 32)

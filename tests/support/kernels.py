@@ -79,8 +79,8 @@ def empty_pool(fmt: str, n_blocks: int, heads: Heads) -> PoolView:
 
 
 def make_bag(heads: Heads, lengths: Sequence[int], queries: Sequence[int], seed: int = 0, drop: float = 0.0) -> Bag:
-    """Sequences of `lengths` tokens in randomly placed blocks, of which the last `queries` ask. drop: share of the older
-    tokens that were evicted: their slots are poison again."""
+    """Sequences of `lengths` tokens in randomly placed blocks, of which the last `queries` ask. drop: share of the
+    older tokens that were evicted: their slots are poison again."""
     g = torch.Generator().manual_seed(seed)
     counts = [-(-n // heads.block) for n in lengths]
     total = sum(counts) + 2
