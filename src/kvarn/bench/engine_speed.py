@@ -31,7 +31,7 @@ from kvarn.planner.hardware import processor_name, usable_cores
 from kvarn.planner.speed import CHUNK_TOKENS, EngineSpeed, keep_speed
 from kvarn.text.tokenizer import Tokenizer, TokenizerSettings
 
-STEPS = 12
+STEPS = 24
 LONG_TOKENS = 3072
 TINY = {
     "hidden_size": 64,
@@ -40,8 +40,8 @@ TINY = {
     "num_key_value_heads": 1,
     "vocab_size": 256,
 }
-WIDE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16}
-WIDE |= {"vocab_size": 32768, "num_hidden_layers": 2}
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+WIDE |= {"vocab_size": 49152, "num_hidden_layers": 6}
 
 
 class RandomSource:
