@@ -234,9 +234,10 @@ def test_cancel_at_any_time(mode: str, n: int, steps: int) -> None:
 def test_cancel_while_preempted() -> None:
     engine = make_engine(blocks=20)
     watch = Watch(engine)
-    for name in "abcd":
-        engine.add_request(name, PROMPT[:5], replace(GREEDY, max_tokens=60))
+    for begin, name in enumerate("abcd"):  # different prompts: equal ones would share their blocks
+        engine.add_request(name, PROMPT[begin : begin + 5], replace(GREEDY, max_tokens=60))
     while not watch.preemptions:
+        assert engine.has_work, "all went through without a preemption"
         watch.step()
     victim = watch.steps[-1].plan.preempted[0].seq_id
     assert engine.cancel("abcd"[victim]) is not None
