@@ -16,29 +16,30 @@ namespace {
 using namespace kvarn;
 
 constexpr int kTile = 16, kBlock = 32;
-#if defined(__AVX512VNNI__)
-constexpr int kProductRows = 12;
-#else
-constexpr int kProductRows = 4;
-#endif
+constexpr int kPanel = 12;
 
 inline int64_t tile_bytes(const BlockMatrix& w) {
   int64_t codes = int64_t(w.columns) * kTile * w.bits / 8;
   return codes + int64_t(w.columns / w.group) * kTile * 2 * (w.zero < 0 ? 2 : 1);
 }
 
-struct Quantized {  // activations of a call; per row and group: scale, and what the codes' zero or the offsets need
-  int8_t* codes;    // [rows][columns]
-  float* scale;     // [rows][groups]
-  float* shift;     // [rows][groups]: scale * sum of the codes (matrices with offsets)
-  int32_t* base;    // [rows][groups]: -zero * sum of the codes (others)
+// Rows that one tile is multiplied with together. The last panel of a call has fewer; rows that fill it up are zeros.
+inline int panel_rows(int64_t left) {
+  if (left >= kPanel) return kPanel;
+  return left <= 2 ? int(left) : left <= 4 ? 4 : left <= 6 ? 6 : left <= 8 ? 8 : kPanel;
+}
+
+struct Quantized {  // activations of a call, a panel of R rows after the other, so that one pointer walks over all its rows
+  int8_t* codes;    // [columns / 4][R][4]
+  float* scale;     // [groups][R]
+  float* shift;     // [groups][R]: scale * sum of the codes (matrices with offsets)
+  int32_t* base;    // [groups][R]: -zero * sum of the codes (others)
 };
 
 struct ProductJob {
   const ProductCall* call;
   Quantized q;
   int tiles_per_item, n_tiles, groups;
-  int64_t rows_per_item;
 };
 
 // -- activations come in -----------------------------------------------------------------------------------------
@@ -112,28 +113,37 @@ INLINE float quantize_group(const float* x, int n, int8_t* codes, int* sum) {
   return scale;
 }
 
-inline void quantize_row(const ProductJob& j, int64_t row) {
+inline void quantize_row(const ProductJob& j, int64_t first, int in_panel, int r) {
   const ProductCall& c = *j.call;
   const BlockMatrix& w = c.matrix;
   float* x = thread_scratch.take<float>(w.columns);
-  if (c.dtype == 0) float_row<0>(c, row, x);
-  else if (c.dtype == 1) float_row<1>(c, row, x);
-  else float_row<2>(c, row, x);
+  int8_t* row_codes = thread_scratch.take<int8_t>(w.columns);
+  if (c.dtype == 0) float_row<0>(c, first + r, x);
+  else if (c.dtype == 1) float_row<1>(c, first + r, x);
+  else float_row<2>(c, first + r, x);
   for (int g = 0; g < j.groups; g++) {
     int sum;
-    const int64_t at = row * j.groups + g;
-    j.q.scale[at] = quantize_group(x + int64_t(g) * w.group, w.group, j.q.codes + row * w.columns + int64_t(g) * w.group, &sum);
+    const int64_t at = first * j.groups + g * in_panel + r;
+    j.q.scale[at] = quantize_group(x + int64_t(g) * w.group, w.group, row_codes + int64_t(g) * w.group, &sum);
     if (w.zero < 0) j.q.shift[at] = j.q.scale[at] * float(sum);
     else j.q.base[at] = -w.zero * sum;
   }
+  int8_t* out = j.q.codes + first * w.columns + 4 * r;
+  for (int k = 0; k < w.columns; k += 4) __builtin_memcpy(out + k * in_panel, row_codes + k, 4);
 }
 
-inline void quantize_item(int item, void* context) {
+inline void quantize_panel(int panel, void* context) {
   const ProductJob& j = *static_cast<ProductJob*>(context);
-  const int64_t begin = item * j.rows_per_item, end = begin + j.rows_per_item;
-  for (int64_t row = begin; row < end && row < j.call->rows; row++) {
-    thread_scratch.reset(Scratch::bytes<float>(j.call->matrix.columns));
-    quantize_row(j, row);
+  const int64_t first = int64_t(panel) * kPanel, left = j.call->rows - first, columns = j.call->matrix.columns;
+  const int in_panel = panel_rows(left);
+  if (left < in_panel) {
+    __builtin_memset(j.q.codes + first * columns, 0, in_panel * columns);
+    __builtin_memset(j.q.scale + first * j.groups, 0, in_panel * j.groups * sizeof(float));
+    __builtin_memset(j.q.shift + first * j.groups, 0, in_panel * j.groups * sizeof(float));
+  }
+  for (int r = 0; r < in_panel && r < left; r++) {
+    thread_scratch.reset(Scratch::bytes<float>(columns) + Scratch::bytes<int8_t>(columns));
+    quantize_row(j, first, in_panel, r);
   }
 }
 
@@ -146,11 +156,11 @@ INLINE __m512i four_columns(const int8_t* x) {
 }
 
 template <int BITS, bool ZERO, int R>
-INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t row, float* out) {
+INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, float* out) {
   const BlockMatrix& w = j.call->matrix;
-  const int8_t* x = j.q.codes + row * w.columns;
-  const float *scale = j.q.scale + row * j.groups, *shift = j.q.shift + row * j.groups;
-  const int32_t* base = j.q.base + row * j.groups;
+  const int8_t* x = j.q.codes + first * w.columns;
+  const float *scale = j.q.scale + first * j.groups, *shift = j.q.shift + first * j.groups;
+  const int32_t* base = j.q.base + first * j.groups;
   const __m512i low = _mm512_set1_epi8(15);
   __m512 total[R];
 #pragma GCC unroll 12
@@ -158,22 +168,22 @@ INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t row, flo
   for (int g = 0; g < j.groups; g++) {
     __m512i sum[R];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) sum[r] = ZERO ? _mm512_set1_epi32(base[r * j.groups + g]) : _mm512_setzero_si512();
-    for (int b = 0; b < w.group; b += kBlock, x += kBlock) {
+    for (int r = 0; r < R; r++) sum[r] = ZERO ? _mm512_set1_epi32(base[g * R + r]) : _mm512_setzero_si512();
+    for (int b = 0; b < w.group; b += kBlock, x += kBlock * R) {
 #pragma GCC unroll 8
       for (int i = 0; i < BITS; i++, t += 64) {
         __m512i codes = _mm512_loadu_si512(t);
         if (R <= 2) _mm_prefetch(reinterpret_cast<const char*>(t) + 2048, _MM_HINT_T0);
         if (BITS == 8) {
 #pragma GCC unroll 12
-          for (int r = 0; r < R; r++) sum[r] = _mm512_dpbusd_epi32(sum[r], codes, four_columns(x + r * w.columns + 4 * i));
+          for (int r = 0; r < R; r++) sum[r] = _mm512_dpbusd_epi32(sum[r], codes, four_columns(x + (i * R + r) * 4));
         } else {
-          __m512i first = _mm512_and_si512(codes, low), second = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
+          __m512i even = _mm512_and_si512(codes, low), odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
 #pragma GCC unroll 12
-          for (int r = 0; r < R; r++) sum[r] = _mm512_dpbusd_epi32(sum[r], first, four_columns(x + r * w.columns + 4 * i));
+          for (int r = 0; r < R; r++) sum[r] = _mm512_dpbusd_epi32(sum[r], even, four_columns(x + (i * R + r) * 4));
 #pragma GCC unroll 12
           for (int r = 0; r < R; r++)
-            sum[r] = _mm512_dpbusd_epi32(sum[r], second, four_columns(x + r * w.columns + 16 + 4 * i));
+            sum[r] = _mm512_dpbusd_epi32(sum[r], odd, four_columns(x + ((4 + i) * R + r) * 4));
         }
       }
     }
@@ -183,8 +193,8 @@ INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t row, flo
     if (!ZERO) m = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(t))), t += 2 * kTile;
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_mul_ps(d, _mm512_set1_ps(scale[r * j.groups + g])), total[r]);
-      if (!ZERO) total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(shift[r * j.groups + g]), total[r]);
+      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_mul_ps(d, _mm512_set1_ps(scale[g * R + r])), total[r]);
+      if (!ZERO) total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(shift[g * R + r]), total[r]);
     }
   }
 #pragma GCC unroll 12
@@ -192,35 +202,35 @@ INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t row, flo
 }
 #else
 template <int BITS, bool ZERO, int R>
-INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t row, float* out) {
+INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, float* out) {
   const BlockMatrix& w = j.call->matrix;
   constexpr int V = kTile / W;
-  const int8_t* x = j.q.codes + row * w.columns;
-  const float *scale = j.q.scale + row * j.groups, *shift = j.q.shift + row * j.groups;
-  const int32_t* base = j.q.base + row * j.groups;
+  const int8_t* x = j.q.codes + first * w.columns;
+  const float *scale = j.q.scale + first * j.groups, *shift = j.q.shift + first * j.groups;
+  const int32_t* base = j.q.base + first * j.groups;
   vf total[R][V] = {};
   for (int g = 0; g < j.groups; g++) {
     vi sum[R][V];
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) sum[r][v] = splat_i(ZERO ? base[r * j.groups + g] : 0);
-    for (int b = 0; b < w.group; b += kBlock, x += kBlock)
+      for (int v = 0; v < V; v++) sum[r][v] = splat_i(ZERO ? base[g * R + r] : 0);
+    for (int b = 0; b < w.group; b += kBlock, x += kBlock * R)
       for (int i = 0; i < BITS; i++, t += 64)
         for (int v = 0; v < V; v++) {
           vu codes = load<vu>(t + v * W * 4);
           for (int k = 0; k < 4; k++) {
             vi first = (vi)((codes >> (8 * k)) & (BITS == 8 ? 255u : 15u)), second = (vi)((codes >> (8 * k + 4)) & 15u);
             for (int r = 0; r < R; r++) {
-              const int8_t* a = x + r * w.columns + 4 * i + k;
+              const int8_t* a = x + (i * R + r) * 4 + k;
               sum[r][v] += first * int32_t(a[0]);
-              if (BITS == 4) sum[r][v] += second * int32_t(a[16]);
+              if (BITS == 4) sum[r][v] += second * int32_t(a[16 * R]);
             }
           }
         }
     for (int v = 0; v < V; v++) {
       vf d = f16_vf(load<vh>(t + v * W * 2)), m = ZERO ? vf{} : f16_vf(load<vh>(t + 2 * kTile + v * W * 2));
       for (int r = 0; r < R; r++) {
-        total[r][v] = fma(__builtin_convertvector(sum[r][v], vf), d * scale[r * j.groups + g], total[r][v]);
-        if (!ZERO) total[r][v] = fma(m, splat(shift[r * j.groups + g]), total[r][v]);
+        total[r][v] = fma(__builtin_convertvector(sum[r][v], vf), d * scale[g * R + r], total[r][v]);
+        if (!ZERO) total[r][v] = fma(m, splat(shift[g * R + r]), total[r][v]);
       }
     }
     t += 2 * kTile * (ZERO ? 1 : 2);
@@ -253,14 +263,17 @@ INLINE void put_row(const ProductCall& c, int64_t row, int first, const float* i
 }
 
 template <int BITS, bool ZERO, int R>
-void tile_for_rows(const ProductJob& j, int tile, int64_t row) {
+void panel_with_tiles(const ProductJob& j, int begin, int end, int64_t first) {
   const ProductCall& c = *j.call;
+  const int64_t n = c.rows - first < R ? c.rows - first : R, bytes = tile_bytes(c.matrix);
   alignas(64) float out[R * kTile];
-  product_tile<BITS, ZERO, R>(j, c.matrix.data + tile * tile_bytes(c.matrix), row, out);
-  for (int r = 0; r < R; r++) {
-    if (c.out_dtype == 0) put_row<0>(c, row + r, tile * kTile, out + r * kTile);
-    else if (c.out_dtype == 1) put_row<1>(c, row + r, tile * kTile, out + r * kTile);
-    else put_row<2>(c, row + r, tile * kTile, out + r * kTile);
+  for (int t = begin; t < end; t++) {
+    product_tile<BITS, ZERO, R>(j, c.matrix.data + t * bytes, first, out);
+    for (int64_t r = 0; r < n; r++) {
+      if (c.out_dtype == 0) put_row<0>(c, first + r, t * kTile, out + r * kTile);
+      else if (c.out_dtype == 1) put_row<1>(c, first + r, t * kTile, out + r * kTile);
+      else put_row<2>(c, first + r, t * kTile, out + r * kTile);
+    }
   }
 }
 
@@ -268,19 +281,19 @@ template <int BITS, bool ZERO>
 void product_item(int item, void* context) {
   const ProductJob& j = *static_cast<ProductJob*>(context);
   const int begin = item * j.tiles_per_item, end = imin(begin + j.tiles_per_item, j.n_tiles);
-  for (int64_t row = 0; row < j.call->rows;) {
-    const int64_t left = j.call->rows - row;
-#define KVARN_STRIDE(R)                                                                  \
-  {                                                                                      \
-    for (int t = begin; t < end; t++) tile_for_rows<BITS, ZERO, R>(j, t, row); \
-    row += R;                                                                            \
-  }
-    if (kProductRows >= 12 && left >= 12) KVARN_STRIDE(kProductRows)
-    else if (kProductRows >= 8 && left >= 8) KVARN_STRIDE((kProductRows >= 8 ? 8 : 1))
-    else if (left >= 4) KVARN_STRIDE(4)
-    else if (left >= 2) KVARN_STRIDE(2)
-    else KVARN_STRIDE(1)
-#undef KVARN_STRIDE
+  for (int64_t first = 0; first < j.call->rows; first += kPanel) {
+    switch (panel_rows(j.call->rows - first)) {
+#define KVARN_PANEL(R) \
+  case R: panel_with_tiles<BITS, ZERO, R>(j, begin, end, first); break;
+      KVARN_PANEL(1)
+      KVARN_PANEL(2)
+      KVARN_PANEL(4)
+      KVARN_PANEL(6)
+      KVARN_PANEL(8)
+      KVARN_PANEL(12)
+#undef KVARN_PANEL
+      default: break;
+    }
   }
 }
 
@@ -289,18 +302,18 @@ inline void run_product(const ProductCall& c) {
   const BlockMatrix& w = c.matrix;
   ProductJob j{};
   j.call = &c, j.groups = w.columns / w.group, j.n_tiles = (w.rows + kTile - 1) / kTile;
-  const int64_t marks = c.rows * j.groups;
-  call_scratch.reset(Scratch::bytes<int8_t>(c.rows * w.columns) + 2 * Scratch::bytes<float>(marks));
-  j.q.codes = call_scratch.take<int8_t>(c.rows * w.columns);
-  j.q.scale = call_scratch.take<float>(marks);
-  j.q.shift = call_scratch.take<float>(marks);
+  const int panels = int((c.rows + kPanel - 1) / kPanel);
+  const int64_t rows = int64_t(panels - 1) * kPanel + panel_rows(c.rows - int64_t(panels - 1) * kPanel);
+  call_scratch.reset(Scratch::bytes<int8_t>(rows * w.columns) + 2 * Scratch::bytes<float>(rows * j.groups));
+  j.q.codes = call_scratch.take<int8_t>(rows * w.columns);
+  j.q.scale = call_scratch.take<float>(rows * j.groups);
+  j.q.shift = call_scratch.take<float>(rows * j.groups);
   j.q.base = reinterpret_cast<int32_t*>(j.q.shift);  // a matrix needs one of the two
-  j.rows_per_item = c.rows <= 8 ? c.rows : 8;
-  parallel_for(int((c.rows + j.rows_per_item - 1) / j.rows_per_item), c.n_threads, quantize_item, &j);
-  // Few rows: equal shares, a few for each thread. Many: as many tiles as stay in the second-level cache beside the rows.
+  parallel_for(panels, c.n_threads, quantize_panel, &j);
+  // Few rows: a few equal shares a thread. Many: as many tiles as stay in the second-level cache beside the rows.
   const int share = (j.n_tiles + 4 * c.n_threads - 1) / (4 * c.n_threads);
   const int cached = imax(1, int(131072 / tile_bytes(w)));
-  j.tiles_per_item = c.rows <= kProductRows ? share : imin(share, cached);
+  j.tiles_per_item = panels == 1 ? share : imin(share, cached);
   const int items = (j.n_tiles + j.tiles_per_item - 1) / j.tiles_per_item;
   auto item = w.bits == 8 ? (w.zero < 0 ? product_item<8, false> : product_item<8, true>)
                           : (w.zero < 0 ? product_item<4, false> : product_item<4, true>);
