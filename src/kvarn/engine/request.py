@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from kvarn.core.requests import (
     Completion,
@@ -19,6 +21,8 @@ from kvarn.engine.guide import Guide
 from kvarn.engine.randomness import fresh_seed
 from kvarn.engine.sampler import Sampled, SampleRow
 from kvarn.text import TextStream, Tokenizer
+
+Watch = Callable[[int, Tensor], None]  # (position of the first row, hidden states [n, hidden]) of each computed chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +55,8 @@ class CompletionState:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request while it lives. seed: the request's own, or a fresh one. Times are on the engine's clock."""
+    """One request while it lives. seed: the request's own, or a fresh one. watch: sees the hidden states of its rows,
+    again where a preemption repeats them. Times are on the engine's clock."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -65,6 +70,7 @@ class RequestState:
     cached_tokens: int = 0
     prompt_counts: Counter[int] = field(default_factory=Counter)
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    watch: Watch | None = None
 
     @classmethod
     def new(

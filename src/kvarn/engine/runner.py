@@ -32,6 +32,10 @@ class StepRun:
         with torch.inference_mode():
             return self.model.logits(self.hidden[rows]) if spans else self.hidden.new_zeros((0, 1)).float()
 
+    def rows(self, span: int) -> Tensor:
+        """The span's hidden states [n_tokens, hidden]."""
+        return self.hidden[self.query_start[span] : self.query_start[span + 1]]
+
     def span_logits(self, span: int, n_rows: int) -> Iterator[tuple[Tensor, int]]:
         """(logits [r, V], index of the first row within the span) for the span's first n_rows, a few at a time."""
         begin = self.query_start[span]

@@ -293,7 +293,9 @@ class Scheduler:
         pending = seq.pending_tokens
         if self.config.recompute_all:
             return pending if pending <= step.left_tokens or not step.rows else 0
-        return min(pending, step.left_tokens, self.config.chunk_tokens or pending)
+        end = seq.entry.chunk_end(seq.computed_tokens)
+        most = pending if end is None else end - seq.computed_tokens
+        return min(pending, step.left_tokens, most, self.config.chunk_tokens or pending)
 
     def _take_turn(self, seq: Sequence, step: StepDraft) -> None:
         if n_tokens := self._chunk(seq, step):

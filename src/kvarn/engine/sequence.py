@@ -18,7 +18,9 @@ class Entry:
     seq_id: unique, its first completion's. child_ids: ids of the further completions (n > 1), one each.
     arrival_s, deadline_s: on the clock that `schedule` is given. priority: larger goes first. tenant: who shares the
     engine fairly. namespace: whose prefix blocks may be found (see kvarn.kv.prefix). reuse_prompt: False where every
-    prompt token must be computed (prompt logprobs). Raises InvalidRequest.
+    prompt token must be computed (prompt logprobs). replayed_tokens: the last of the prompt that are computed as if
+    they had been generated: block by block of block_tokens, so that the cache decides and seals between them as it does
+    while decoding. Raises InvalidRequest.
     """
 
     seq_id: int
@@ -31,12 +33,26 @@ class Entry:
     namespace: bytes = b""
     deadline_s: float | None = None
     reuse_prompt: bool = True
+    replayed_tokens: int = 0
+    block_tokens: int = 1
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise InvalidRequest("the prompt is empty", fixes=("send at least one token",))
         if self.max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {self.max_tokens}", fixes=("use 1 or more",))
+        if not 0 <= self.replayed_tokens < len(self.prompt_ids):
+            raise InvalidRequest(
+                f"{self.replayed_tokens} replayed tokens of a prompt of {len(self.prompt_ids)}",
+                fixes=("replay fewer tokens than the prompt has",),
+            )
+
+    def chunk_end(self, start: int) -> int | None:
+        """Where a chunk that begins at `start` must end because of what is replayed; None: nowhere."""
+        begin = len(self.prompt_ids) - self.replayed_tokens
+        if not self.replayed_tokens or start >= len(self.prompt_ids):
+            return None
+        return begin if start < begin else start - start % self.block_tokens + self.block_tokens
 
     @property
     def slots_tokens(self) -> int:
