@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvarn import LLM, EngineOptions, SamplingParams
-from kvarn.core.errors import DoesNotFit, IncompatiblePlan, InvalidRequest, ModelError, UnknownName
+from kvarn.core.errors import DoesNotFit, IncompatiblePlan, InvalidRequest, KvarnError, ModelError, UnknownName
 from support.dense import dense_greedy
 from support.engines import held_blocks
 from support.models import ASSISTANT, USER, tiny_model, write_model_directory
@@ -194,8 +194,8 @@ def test_too_long_for_the_context_or_the_cache(directory: Path, llm: LLM) -> Non
     [
         ({"cache": "pages"}, UnknownName, "cache mode 'pages'"),
         ({"kv": "float99"}, UnknownName, "KV format 'float99'"),
-        ({"kv": "k=float16"}, IncompatiblePlan, "k=NAME,v=NAME"),
-        ({"kv": "=,="}, IncompatiblePlan, "k=NAME,v=NAME"),
+        ({"kv": "k=float16"}, KvarnError, "k=float16|k=NAME,v=NAME"),
+        ({"kv": "=,="}, KvarnError, "=,=|k=NAME,v=NAME"),
         ({"weights": "float99"}, UnknownName, "float99"),
         ({"backend": "abacus"}, UnknownName, "abacus"),
         ({"block_size": 0}, IncompatiblePlan, "block_size is 0"),
