@@ -10,7 +10,7 @@ from operator import index
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.requests import CompletionTrace, Delta, RequestOutput, SamplingParams
 from kvarn.engine.guide import Guide
-from kvarn.engine.request import CompletionState, RequestState
+from kvarn.engine.request import CompletionState, RequestState, Watch
 from kvarn.engine.runner import StepRun, run_model
 from kvarn.engine.sampler import Sampled, sample, token_logprob
 from kvarn.engine.scheduler import Row, Scheduler, StepPlan
@@ -79,9 +79,13 @@ class Engine:
         deadline_s: float | None = None,
         guide: Guide | None = None,
         policy: KVPolicy | None = None,
+        watch: Watch | None = None,
+        replayed_tokens: int = 0,
     ) -> RequestState:
         """Queue a request. deadline_s: seconds from now. guide: constrains the answers. policy: decides over blocks;
-        None: the engine's own. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and then nothing has changed."""
+        None: the engine's own. watch: is told the hidden states of all its rows. replayed_tokens: the last tokens of
+        the prompt that go through the cache as if they had been generated. Raises InvalidRequest, DoesNotFit and
+        IncompatiblePlan, and then nothing has changed."""
         prompt_ids = self._checked(request_id, prompt_ids, params)
         now = self._clock()
         first = self._next_seq_id
@@ -96,8 +100,11 @@ class Engine:
             tenant=tenant,
             namespace=namespace,
             deadline_s=None if deadline_s is None else now + deadline_s,
-            reuse_prompt=params.prompt_logprobs is None,
+            reuse_prompt=params.prompt_logprobs is None and watch is None,
+            replayed_tokens=replayed_tokens,
+            block_tokens=self.cache.plan.block_size,
         )
+        state.watch = watch
         self._enter(entry, policy or self.policy)
         self._next_seq_id += params.n
         self._requests[request_id] = state
@@ -108,7 +115,7 @@ class Engine:
     def _enter(self, entry: Entry, policy: KVPolicy | None) -> None:
         seq_ids = (entry.seq_id, *entry.child_ids)
         for seq_id in seq_ids:
-            self.cache.assign(seq_id, policy, len(entry.prompt_ids))
+            self.cache.assign(seq_id, policy, len(entry.prompt_ids) - entry.replayed_tokens)
         try:
             self.scheduler.add(entry)
         except Exception:
@@ -215,6 +222,8 @@ class Engine:
             place = self._places[row.seq_id]
             if place.request.params.prompt_logprobs is not None:
                 self._score_prompt(row, place, run, at)
+            if place.request.watch is not None:
+                place.request.watch(row.start, run.rows(at))
         sampling = [(i, r) for i, r in enumerate(rows) if r.samples]
         wanted = [(i, self._places[s]) for i, r in sampling for s in (r.seq_id, *r.children)]
         logits = run.last_logits([i for i, _ in wanted])
