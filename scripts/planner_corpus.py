@@ -132,7 +132,7 @@ def layers_of(config: dict[str, Any]) -> tuple[LayerSpec, ...]:
             index_dim=index,
             **expanded,
         )
-        return (spec,) * config.get("mla_layers", config.get("layers_with_mla", config.get("layers")))
+        return (spec,) * next(config[n] for n in ("mla_layers", "layers_with_mla", "layers") if n in config)
     plain = LayerSpec(kv_heads=heads, k_dim=dim, v_dim=dim, query_heads=queries or heads)
     if "sliding_layers" in config:
         return _windowed(config, plain)

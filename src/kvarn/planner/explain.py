@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from kvarn.core.specs import LayerKind, LayerSpec
-from kvarn.planner.compute import Case, attention_name, read_bytes
+from kvarn.planner.case import Case, read_bytes
 from kvarn.planner.formats import LATENT_RECORDS, latent_formula, row_format
 from kvarn.planner.profiles.base import Split
 from kvarn.planner.ranks import with_compressed
@@ -15,6 +15,7 @@ from kvarn.planner.report import table
 from kvarn.planner.result import Plan
 from kvarn.planner.roofline import attention_flops, decode_work, prefill_work, weights_seen
 from kvarn.planner.sizes import GIB, show_both, show_bytes, show_tokens
+from kvarn.planner.words import attention_name
 
 GROWTH_TOKENS = (128, 1024, 8192, 65536)
 

@@ -34,11 +34,6 @@ class RowFormat:
             )
         return numbers // self.group * self.group_bytes + heads * self.head_bytes + (self.row_bytes if numbers else 0)
 
-    @property
-    def bits_per_number(self) -> float:
-        """Bits a number, leaving out scales that are counted by head or row."""
-        return 8 * self.group_bytes / self.group
-
     def formula(self, heads: int, dim: int) -> str:
         """The row's bytes with factors put in."""
         per = f"{self.group_bytes} B" if self.group == 1 else f"{self.group_bytes}/{self.group} B"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvarn.planner.compute import Case, replica_sequences
+from kvarn.planner.case import Case, replica_sequences
 from kvarn.planner.profiles.base import Figure
 from kvarn.planner.report import table
 from kvarn.planner.settings import Settings

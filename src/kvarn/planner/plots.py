@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 from kvarn.core.errors import InvalidRequest, KvarnError
-from kvarn.planner.compute import BATCHES, Case
+from kvarn.planner.case import Case
 from kvarn.planner.report import render
 from kvarn.planner.result import Plan
 from kvarn.planner.sizes import GIB
+from kvarn.planner.times import BATCHES
 
 SUFFIXES = (".svg", ".png", ".html")
 CONTEXTS = tuple(2**i for i in range(10, 21))

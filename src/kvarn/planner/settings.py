@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from kvarn.core.errors import InvalidRequest
 from kvarn.planner.version import Version
@@ -79,6 +79,3 @@ class Settings:
 def _positive(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
         raise InvalidRequest(f"{name} is {value!r}", fixes=(f"use a whole number, 1 to {MAX_COUNT}",))
-
-
-SETTING_NAMES = tuple(f.name for f in fields(Settings))

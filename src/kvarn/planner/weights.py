@@ -51,7 +51,6 @@ _WEIGHT_ALIASES = {
     "q3_k_m": "q3_k",
 }
 WIDE_TYPES = frozenset({"f32", "bf16", "f16"})
-WEIGHT_FORMATS = tuple(_WEIGHT_BITS)
 
 
 def weight_bits(name: str) -> tuple[str, float]:

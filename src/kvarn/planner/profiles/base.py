@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvarn.core.specs import LayerKind, LayerSpec, StateTensor
@@ -132,7 +132,6 @@ class Profile:
     margin_bytes: int = 0
     runtime_bytes: tuple[int, int] = (0, 0)
     graph_bytes: tuple[int, int] = (0, 0)
-    patterns: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
