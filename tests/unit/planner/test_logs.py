@@ -33,8 +33,8 @@ def test_printed_lines_are_read_back_and_agree(engine: str, name: str) -> None:
 def test_a_real_error_line_of_vllm() -> None:
     text = (
         "ValueError: To serve at least one request with the models's max seq len (40960), (5.62 GiB KV cache is "
-        "needed, which is larger than the available KV cache memory (2.4 GiB). Based on the available memory, the estimated "
-        "maximum model length is 17472. Try increasing `gpu_memory_utilization` or decreasing `max_model_len`"
+        "needed, which is larger than the available KV cache memory (2.4 GiB). Based on the available memory, the "
+        "estimated maximum model length is 17472. Try increasing `gpu_memory_utilization` or decreasing `max_model_len`"
     )
     logged = parse_log(text)
     assert logged["needed"].value == 5.62 * GIB
