@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import click
 
 from kvarn.core.errors import InvalidRequest
-from kvarn.core.formats import format_names, parse_kv_format
 from kvarn.core.options import CACHE_MODES, EngineOptions
 from kvarn.core.requests import SamplingParams
 
@@ -16,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ENGINE_FIELDS = (
     "weights",
     "kv",
+    "share_layers",
     "cache",
     "block_size",
     "context_tokens",
@@ -72,7 +72,20 @@ def engine_options() -> Callable[[F], F]:
     return _stacked(
         [
             click.option("--weights", default="native", show_default=True, help="float32, bfloat16 or native."),
-            click.option("--kv", metavar="FORMAT", help="Format of the KV cache, or k=FORMAT,v=FORMAT."),
+            click.option(
+                "--kv",
+                metavar="CHOICE",
+                help="The KV cache: a format (int8, or k=int8,v=int4), a policy with its budget (h2o:25%), or both: "
+                "h2o:25%+int8.",
+            ),
+            click.option(
+                "--share-layers",
+                type=int,
+                default=1,
+                show_default=True,
+                metavar="N",
+                help="So many neighbouring layers use the first one's cache (lossy; measure it with kvarn eval).",
+            ),
             click.option("--cache", type=click.Choice(CACHE_MODES), default="paged", show_default=True),
             click.option("--block-size", type=int, default=32, show_default=True, help="Tokens of a block."),
             click.option("--context", "context_tokens", type=int, metavar="TOKENS", help="Longest sequence to allow."),
@@ -114,14 +127,13 @@ def sampling_options() -> Callable[[F], F]:
 
 
 def engine_options_of(given: Mapping[str, Any]) -> EngineOptions:
-    """What was asked of the engine; a KV format's name is checked before a model is loaded. Raises UnknownName,
-    InvalidRequest."""
+    """What was asked of the engine; the cache choice is checked before a model is loaded. Raises UnknownName,
+    IncompatiblePlan, InvalidRequest."""
     if given["kv"] is not None:
-        try:
-            parse_kv_format(given["kv"])
-        except ValueError as error:
-            raise InvalidRequest(str(error), fixes=(f"formats: {', '.join(format_names())}",)) from error
-    for name in ("block_size", "context_tokens", "threads"):
+        from kvarn.kv.choice import parse_choice  # noqa: PLC0415  (policies load torch, and the help pages must not)
+
+        parse_choice(given["kv"])
+    for name in ("block_size", "share_layers", "context_tokens", "threads"):
         if given[name] is not None and given[name] < 1:
             raise InvalidRequest(f"{name} is {given[name]}", fixes=("use 1 or more",))
     if given["residual_tokens"] < 0:

@@ -4,10 +4,10 @@ tests all count from these and from nothing else."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvarn.core.errors import ConfigError
+from kvarn.core.errors import ConfigError, IncompatiblePlan
 
 ELEMENT_BYTES = {
     "float64": 8,
@@ -122,3 +122,24 @@ def cache_groups(layers: Iterable[LayerSpec]) -> tuple[GroupSpec, ...]:
         if spec.kind in (LayerKind.ATTENTION, LayerKind.LATENT):
             members.setdefault(spec, []).append(index)
     return tuple(GroupSpec(tuple(indices), spec) for spec, indices in members.items())
+
+
+def share_layers(layers: tuple[LayerSpec, ...], n: int) -> tuple[LayerSpec, ...]:
+    """The specs with n neighbouring layers using the first one's cache (cross-layer attention, Brandon et al. 2024,
+    arXiv 2405.12981, here on models that were not trained so). Raises IncompatiblePlan where n does not divide the
+    layers, or neighbours keep different things (a window and none)."""
+    if n < 1:
+        raise IncompatiblePlan(f"--share-layers {n}", fixes=("use 1 or more; 1 shares nothing",))
+    if n == 1:
+        return layers
+    if len(layers) % n:
+        divisors = ", ".join(str(d) for d in range(2, len(layers) + 1) if len(layers) % d == 0)
+        raise IncompatiblePlan(f"--share-layers {n} does not divide {len(layers)} layers", fixes=(f"use {divisors}",))
+    for first in range(0, len(layers), n):
+        run = layers[first : first + n]
+        if run[0].kind is not LayerKind.ATTENTION or any(spec != run[0] for spec in run):
+            raise IncompatiblePlan(
+                f"--share-layers {n}: layers {first} to {first + n - 1} do not keep the same",
+                fixes=("another N", "a model whose layers are alike"),
+            )
+    return tuple(spec if i % n == 0 else replace(spec, shares_layer=i - i % n) for i, spec in enumerate(layers))

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
+from kvarn.core.cache_params import CacheParams
+from kvarn.core.errors import ConfigError, ModelError
 from kvarn.core.events import EventSink
 from kvarn.core.files import ModelFiles, fingerprint
+from kvarn.core.geometry import geometry_of
 from kvarn.core.options import CachePlan, EngineOptions
+from kvarn.core.specs import LayerSpec, share_layers
 from kvarn.engine.engine import Cache, Engine
 from kvarn.engine.scheduler import Scheduler, SchedulerConfig
 from kvarn.kernels import load_backend
 from kvarn.kernels.api import Backend
+from kvarn.kv.choice import check_context, parse_choice, policy_of, settled
+from kvarn.kv.governing import check_policy
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.recompute import RecomputeCache
 from kvarn.kv.sizing import plan_cache
 from kvarn.models.base import CausalLM
+from kvarn.models.config import text_config
 from kvarn.models.loading import load_model
+from kvarn.models.loading.load import load_kind, read_config
 from kvarn.text import Tokenizer, load_tokenizer
 
 
@@ -35,11 +44,13 @@ class Parts:
 def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | None = None) -> Parts:
     """Load a model and put an engine around it. emit: is told what the cache does. Raises ModelError, DoesNotFit,
     IncompatiblePlan, UnknownName."""
+    options = settled(options)
     backend = load_backend(options.backend)
+    check_before_loading(files, options)
     if options.threads is not None and options.threads > 0:  # the plan refuses others
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(files)
-    model = load_model(files, options.weights)
+    model = load_model(files, options.weights, options.share_layers)
     return assemble(model, tokenizer, backend, options, emit, fingerprint=fingerprint(files.path))
 
 
@@ -53,24 +64,53 @@ def assemble(
     fingerprint: str = "",
 ) -> Parts:
     """An engine around a model that is already loaded. fingerprint: identity of its weights."""
-    plan = plan_cache(
-        model.layers,
-        options,
-        max_context=model.max_context_tokens,
-        default_format=str(model.activations).removeprefix("torch."),
-        free_bytes=psutil.virtual_memory().available,
-    )
+    options = settled(options)
+    plan = _plan(model.layers, model.max_context_tokens, model.activations, options)
+    _check_choices(options, plan)
     scheduler_config = SchedulerConfig(
         max_seqs=plan.max_seqs,
         step_tokens=plan.step_tokens,
         context_tokens=plan.context_tokens,
         recompute_all=plan.mode == "none",
     )
-    model_id = f"{fingerprint} {options.weights} {backend.name}"
+    model_id = f"{fingerprint} {options.weights} {backend.name} share_layers={options.share_layers}"
     shares = options.prefix_caching and not model.rope_by_length
     cache = _cache(plan, model, backend, options, emit, model_id if shares else None)
-    engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache))
+    policy = policy_of(CacheParams(policy=options.policy))
+    engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache), policy=policy)
     return Parts(model, tokenizer, plan, engine)
+
+
+def check_before_loading(files: ModelFiles, options: EngineOptions) -> None:
+    """What the config alone shows to be impossible is refused before weights are read. options: settled. Raises
+    IncompatiblePlan, DoesNotFit, UnknownName; a config that cannot be read is left to the loader."""
+    try:
+        geometry = geometry_of(dict(text_config(read_config(files.path))))
+    except (ModelError, ConfigError):
+        return
+    layers = share_layers(geometry.layers, options.share_layers)
+    plan = _plan(layers, geometry.max_context, load_kind(options.weights).activations, options)
+    _check_choices(options, plan)
+
+
+def _plan(
+    layers: Sequence[LayerSpec], max_context: int | None, activations: torch.dtype, options: EngineOptions
+) -> CachePlan:
+    return plan_cache(
+        layers,
+        options,
+        max_context=max_context,
+        default_format=str(activations).removeprefix("torch."),
+        free_bytes=psutil.virtual_memory().available,
+    )
+
+
+def _check_choices(options: EngineOptions, plan: CachePlan) -> None:
+    """Every choice of cache that may be asked for can be had. Raises IncompatiblePlan."""
+    for choice in (CacheParams(policy=options.policy), *map(parse_choice, options.also)):
+        check_context(choice, plan.context_tokens)
+        if (policy := policy_of(choice)) is not None:
+            check_policy(policy, plan)
 
 
 def _cache(

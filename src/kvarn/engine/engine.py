@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
 
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.requests import CompletionTrace, Delta, RequestOutput, SamplingParams
 from kvarn.engine.guide import Guide
@@ -15,6 +16,7 @@ from kvarn.engine.runner import StepRun, run_model
 from kvarn.engine.sampler import Sampled, sample, token_logprob
 from kvarn.engine.scheduler import Row, Scheduler, StepPlan
 from kvarn.engine.sequence import Entry
+from kvarn.kv.choice import policy_of
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.recompute import RecomputeCache
@@ -79,13 +81,15 @@ class Engine:
         deadline_s: float | None = None,
         guide: Guide | None = None,
         policy: KVPolicy | None = None,
+        cache: CacheParams | None = None,
         watch: Watch | None = None,
         replayed_tokens: int = 0,
     ) -> RequestState:
-        """Queue a request. deadline_s: seconds from now. guide: constrains the answers. policy: decides over blocks;
-        None: the engine's own. watch: is told the hidden states of all its rows. replayed_tokens: the last tokens of
-        the prompt that go through the cache as if they had been generated. Raises InvalidRequest, DoesNotFit and
-        IncompatiblePlan, and then nothing has changed."""
+        """Queue a request. deadline_s: seconds from now. guide: constrains the answers. cache: its choice of cache;
+        policy: decides over blocks, where `cache` does not say so. None: the engine's own. watch: is told the
+        hidden states of all its rows. replayed_tokens: the last tokens of the prompt that go through the cache as if
+        they had been generated. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and then nothing has changed.
+        """
         prompt_ids = self._checked(request_id, prompt_ids, params)
         now = self._clock()
         first = self._next_seq_id
@@ -105,7 +109,7 @@ class Engine:
             block_tokens=self.cache.plan.block_size,
         )
         state.watch = watch
-        self._enter(entry, policy or self.policy)
+        self._enter(entry, (policy_of(cache) if cache else None) or policy or self.policy)
         self._next_seq_id += params.n
         self._requests[request_id] = state
         for completion in state.completions:

@@ -7,6 +7,7 @@ all of its rows are treated alike here, as arrays.
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,13 @@ from kvarn.kv.storage import PoolStorage
 from kvarn.kv.table import OPEN, BlockTables
 
 SEALED = 1
+
+
+class Promise(NamedTuple):
+    """A sealed block set aside for an open one. encoded: it holds its numbers already."""
+
+    block: int
+    encoded: bool
 
 
 class CacheGroup:
@@ -42,6 +50,7 @@ class CacheGroup:
         self._pool_of, self._block_of = torch.from_numpy(self.tables.pool), torch.from_numpy(self.tables.block)
         self._length_of = torch.from_numpy(self.tables.length)
         self._sealed_as: dict[int, int] = {}
+        self._promised: dict[tuple[int, int], Promise] = {}
         self._open_columns = 0
         if poison:
             for store in self.stores:
@@ -111,6 +120,8 @@ class CacheGroup:
 
     def clear_row(self, row: int) -> None:
         """Give back all blocks of the sequence, and its rows."""
+        if self._promised:
+            self.break_promises(row)
         for each in range(row, row + self.rows_per_seq):
             self.give_back(*self.tables.entries(each))
         self.tables.give_back_row(row)
@@ -186,6 +197,15 @@ class CacheGroup:
         rows = self.rows(row)[self._shared_tails(row)]
         columns = self.tables.fill[rows] // self.block_size
         return tuple(self.own_block(OPEN, int(r), int(c)) for r, c in zip(rows, columns, strict=True))
+
+    def shared_places(self, row: int) -> list[tuple[int, int, int]]:
+        """(pool, row, column) of the sequence's blocks that others reference too."""
+        found: list[tuple[int, int, int]] = []
+        for each in range(row, row + self.rows_per_seq):
+            for column, (pool, block) in enumerate(zip(*self.tables.entries(each), strict=True)):
+                if self.pools[pool].refs[block] > 1:
+                    found.append((pool, each, column))
+        return found
 
     def own_block(self, pool: int, row: int, column: int) -> int:
         """Replace a shared block of a row by a copy of its own; the caller made sure that a block is free."""
@@ -304,29 +324,75 @@ class CacheGroup:
         places: list[tuple[int, int]] = []
         for each in range(row, row + self.rows_per_seq):
             settled = max(0, (int(self.tables.fill[each]) - self.plan.residual_tokens) // self.block_size)
-            columns = np.flatnonzero(self.tables.pool[each, : min(settled, int(self.tables.length[each]))] == OPEN)
-            places += [(each, int(c)) for c in columns]
+            places += self._open_places(each, settled)
         if places:
             self._seal(places)
+        self.break_promises(row)
+
+    def _open_places(self, row: int, columns: int) -> list[tuple[int, int]]:
+        """(row, column) of the open blocks among a row's first columns."""
+        leading = self.tables.pool[row, : min(columns, int(self.tables.length[row]))]
+        return [(row, int(c)) for c in np.flatnonzero(leading == OPEN)]
 
     def _seal(self, places: list[tuple[int, int]]) -> None:
-        """Seal the open blocks at these (row, column); a block that another sequence sealed already is shared."""
-        sources = [int(self.tables.block[p]) for p in places]
-        fresh = [b for b in sources if b not in self._sealed_as]
-        targets = self.pools[SEALED].take(len(fresh))
-        assert targets is not None, "an open block had no sealed block promised"
+        """Seal the open blocks at these (row, column), as far as a step has not done so already."""
+        self._promise([p for p in places if p not in self._promised])
+        fresh = [(p, self._promised[p]) for p in places if not self._promised[p].encoded]
         if fresh:
-            self.backend.seal(self.views[OPEN], torch.tensor(fresh), self.views[SEALED], torch.tensor(targets))
-            self.pools[SEALED].adopt(self.pools[OPEN], fresh, targets)
-        made = dict(zip(fresh, targets, strict=True))
-        for (row, column), source in zip(places, sources, strict=True):
-            if (target := made.get(source)) is None:
-                target = self._sealed_as[source]
-                self.pools[SEALED].share((target,))
+            sources = torch.tensor([int(self.tables.block[p]) for p, _ in fresh])
+            targets = torch.tensor([made.block for _, made in fresh])
+            self.backend.seal(self.views[OPEN], sources, self.views[SEALED], targets)
+        sources_left = []
+        for row, column in places:
+            source, target = int(self.tables.block[row, column]), self._promised.pop((row, column)).block
             self.tables.replace(row, column, SEALED, target)
             if int(self.pools[OPEN].refs[source]) > 1:
                 self._sealed_as[source] = target
-        self.give_back([OPEN] * len(sources), sources)
+            sources_left.append(source)
+        self.give_back([OPEN] * len(places), sources_left)
+
+    # -- sealing ahead, within a step -------------------------------------------------------------------------------
+    def sealed_columns(self, row: int, ahead: int) -> int:
+        """How many of the sequence's leading blocks are sealed once `ahead` more tokens are there."""
+        return max(0, (int(self.tables.fill[row]) + ahead - self.plan.residual_tokens) // self.block_size)
+
+    def seal_borders(self, row: int, n_tokens: int) -> list[int]:
+        """At which of the next tokens (1 .. n_tokens - 1) one more block is sealed."""
+        fill = self.tables.fill[row : row + self.rows_per_seq]
+        if len(self.pools) == 1 or (fill != fill[0]).any():
+            return []
+        past = int(fill[0]) - self.plan.residual_tokens
+        return [at for at in range(-past % self.block_size, n_tokens, self.block_size) if at > 0 and past + at > 0]
+
+    def promise_seals(self, row: int, columns: int) -> None:
+        """Set sealed blocks aside for the open ones among the sequence's leading columns; they are full by now."""
+        places = [p for each in range(row, row + self.rows_per_seq) for p in self._open_places(each, columns)]
+        self._promise([p for p in places if p not in self._promised])
+
+    def _promise(self, places: list[tuple[int, int]]) -> None:
+        """A sealed block for each place; one that another sequence sealed already is shared."""
+        known = [(p, self._sealed_as[s]) for p in places if (s := int(self.tables.block[p])) in self._sealed_as]
+        self.pools[SEALED].share([target for _, target in known])
+        self._promised.update((p, Promise(target, True)) for p, target in known)
+        fresh = [p for p in places if p not in self._promised]
+        targets = self.pools[SEALED].take(len(fresh))
+        assert targets is not None, "an open block had no sealed block promised"
+        self.pools[SEALED].adopt(self.pools[OPEN], [int(self.tables.block[p]) for p in fresh], targets)
+        self._promised.update((p, Promise(t, False)) for p, t in zip(fresh, targets, strict=True))
+
+    def promised(self, row: int, columns: int) -> dict[int, Promise]:
+        """For one row: column -> the sealed block set aside for it, among its first columns."""
+        return {c: self._promised[row, c] for c in range(columns) if (row, c) in self._promised}
+
+    def note_encoded(self) -> None:
+        """Every layer has encoded the blocks set aside."""
+        self._promised = {place: Promise(made.block, True) for place, made in self._promised.items()}
+
+    def break_promises(self, row: int) -> None:
+        """Give back what was set aside for a sequence and not used."""
+        rows = range(row, row + self.rows_per_seq)
+        for place in [p for p in self._promised if p[0] in rows]:
+            self.free_reference(SEALED, self._promised.pop(place).block)
 
     # -- looking --------------------------------------------------------------------------------------------------
     def named(self, rows: list[int]) -> list[Counter[int]]:
@@ -336,6 +402,8 @@ class CacheGroup:
             for row in range(first, first + self.rows_per_seq):
                 for pool, block in zip(*self.tables.entries(row), strict=True):
                     named[pool][block] += 1
+        if len(self.pools) > 1:
+            named[SEALED].update(made.block for made in self._promised.values())
         return named
 
     def check(self, rows: list[int], also: list[Counter[int]] | None = None) -> None:

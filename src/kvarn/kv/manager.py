@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.events import (
     BlocksDropped,
     BlocksTaken,
@@ -24,6 +23,7 @@ from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend
 from kvarn.kv.eviction import drop_blocks, keep_places
+from kvarn.kv.governing import check_policy, governed
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, SequenceView, Signal
@@ -89,7 +89,7 @@ class CacheManager:
             return self._no_slot()
         policy, prompt_tokens = self._assigned.get(seq_id, (None, 0))
         match = None
-        if self.prefixes is not None and policy is None:
+        if self.prefixes is not None and (policy is None or policy.prefix_pure):
             match = self.prefixes.lookup(token_ids if reuse else (), namespace)
         place = self.prefixes.index.acquire(match) if self.prefixes and match else None
         if short := self._admission_short(len(token_ids), headroom_tokens, match):
@@ -105,6 +105,8 @@ class CacheManager:
         if self.prefixes and match:
             state.indexed, state.prefix_why = len(match.nodes), match.why
             state.token_ids.extend(token_ids[: self.prefixes.take_over(state, match)])
+            if policy is not None and policy.decides:  # what it will drop is not to stay because the index holds it
+                self.prefixes.leave(state)
         self._emit(SequenceAdmitted(seq_id, state.length, str(state.prefix_why) if state.prefix_why else None))
         return state.length
 
@@ -179,6 +181,12 @@ class CacheManager:
         rows = tuple(g.take_row() for g in self.groups)
         child = SequenceState(child_id, rows, parent.length, parent.length, list(parent.token_ids))
         self.sequences[child_id] = child
+        child.policy, child.prompt_tokens, child.decided_blocks = (
+            parent.policy,
+            parent.prompt_tokens,
+            parent.decided_blocks,
+        )
+        child.rings = tuple(r and r.copy() for r in parent.rings)
         if self.prefixes is not None:
             self.prefixes.fork(parent, child)
         if self.plan.mode == "contiguous" and (short := self._reserve_context(child)):
@@ -186,10 +194,24 @@ class CacheManager:
             return short
         for group, source, target in zip(self.groups, parent.rows, rows, strict=True):
             (group.copy_row if self.plan.mode == "contiguous" else group.share_row)(source, target)
+        if parent.policy is not None and Signal.ATTENTION_MASS in parent.policy.needs and not self._own_all(child):
+            self.release(child_id)
+            return NoRoom(0, "blocks for a copy: attention mass is counted a sequence")
         self._note_slots(parent)
         self._note_slots(child)
         self._emit(SequenceAdmitted(child_id, parent.length))
         return None
+
+    def _own_all(self, state: SequenceState) -> bool:
+        """Give the sequence copies of all its blocks; False where they do not fit."""
+        shared = [g.shared_places(r) for g, r in zip(self.groups, state.rows, strict=True)]
+        for group, places in zip(self.groups, shared, strict=True):
+            for pool in range(len(group.pools)):
+                if sum(p == pool for p, _, _ in places) > group.pools[pool].free_blocks:
+                    return False
+            for place in places:
+                group.own_block(*place)
+        return True
 
     def release(self, seq_id: int) -> None:
         """Give all of a sequence's blocks back."""
@@ -215,6 +237,8 @@ class CacheManager:
     def settle(self, step: CacheStep) -> None:
         """The model ran: what policies wanted to know of the step goes to the slots' own counters."""
         for group, part in zip(self.groups, step.groups, strict=True):
+            if part.seals is not None:
+                group.note_encoded()
             if part.signals is not None:
                 part.signals.settle(group.pools, group.tables, part.table.first_row.numpy())
 
@@ -244,6 +268,7 @@ class CacheManager:
         for span in spans:
             if state := self.sequences.get(span.seq_id):
                 for group, row in zip(self.groups, state.rows, strict=True):
+                    group.break_promises(row)
                     group.empty_slots(row, 0, span.n_tokens)
 
     # -- policies -------------------------------------------------------------------------------------------------
@@ -251,7 +276,7 @@ class CacheManager:
         """From its next admission on, `policy` decides over the blocks of this sequence. prompt_tokens: of them, those
         that came in; the policy is first asked when they are all computed. Raises IncompatiblePlan."""
         if policy is not None:
-            check_policy(policy, self.groups)
+            check_policy(policy, self.plan)
         self._assigned[seq_id] = (policy, prompt_tokens)
 
     def unassign(self, seq_id: int) -> None:
@@ -263,15 +288,16 @@ class CacheManager:
         state = self.sequences[seq_id]
         if (policy := state.policy) is None or state.length < state.prompt_tokens:
             return None
-        if not (state.filled or state.length == state.prompt_tokens):
+        if state.length // self.plan.block_size == state.decided_blocks:
             return None
-        per_token = self._governed_bytes(policy)
+        state.decided_blocks = state.length // self.plan.block_size
+        per_token = self._governed_bytes()
         longest = max(int(g.tables.fill[g.rows(r)].max()) for g, r in zip(self.groups, state.rows, strict=True))
         if not policy.due(state.length, state.prompt_tokens, longest, self.plan.block_size, per_token):
             return None
         rings = state.rings or (None,) * len(self.groups)
         views = tuple(
-            group_view(g, r, state.length, ring) if governs(policy, g) else None
+            group_view(g, r, state.length, ring) if governed(g.spec) else None
             for g, r, ring in zip(self.groups, state.rows, rings, strict=True)
         )
         view = SequenceView(state.length, state.prompt_tokens, self.plan.block_size, per_token, views)
@@ -291,9 +317,9 @@ class CacheManager:
         self._note_slots(state)
         return True
 
-    def _governed_bytes(self, policy: KVPolicy) -> int:
-        """Bytes that one token takes in the groups that the policy can shrink."""
-        mine = [g for g in self.groups if governs(policy, g)]
+    def _governed_bytes(self) -> int:
+        """Bytes that one token takes in the groups that policies can shrink."""
+        mine = [g for g in self.groups if governed(g.spec)]
         return sum(g.pool_block_bytes[-1] * g.rows_per_seq // g.block_size for g in mine)
 
     # -- looking --------------------------------------------------------------------------------------------------
@@ -327,34 +353,10 @@ class CacheManager:
             self.prefixes.index.check()
 
 
-def governs(policy: KVPolicy, group: CacheGroup) -> bool:
-    """A policy shrinks groups that keep everything; a layer with a window of its own keeps little already."""
-    return group.spec.window_tokens is None and group.spec.chunk_tokens is None
-
-
-def check_policy(policy: KVPolicy, groups: Sequence[CacheGroup]) -> None:
-    """Raises IncompatiblePlan where the cache's grain or format does not allow what the policy does."""
-    for group in groups:
-        if not governs(policy, group):
-            continue
-        if policy.grain != "group" and group.grain != policy.grain:
-            name = type(policy).__name__
-            raise IncompatiblePlan(
-                f"{name} cuts the cache by {policy.grain}; this engine's tables are cut by {group.grain}",
-                fixes=(f"start the engine with this policy, or with grain={policy.grain!r}",),
-            )
-        for view in group.views:
-            if policy.rewrites and not view.format.rewritable:
-                raise IncompatiblePlan(
-                    f"{type(policy).__name__} drops single tokens; a {view.format.name} block cannot be rewritten",
-                    fixes=("--kv int8", "--kv bfloat16", "a policy that drops whole blocks, such as window"),
-                )
-
-
 def _rings(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[QueryRing | None, ...]:
     if policy is None or Signal.RECENT_QUERIES not in policy.needs:
         return ()
-    return tuple(QueryRing(policy.query_tokens) if governs(policy, g) else None for g in groups)
+    return tuple(QueryRing(policy.query_tokens) if governed(g.spec) else None for g in groups)
 
 
 def _wants(state: SequenceState, group: int) -> Wants:

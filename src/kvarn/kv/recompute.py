@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.formats import parse_kv_format
 from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan, GroupPlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend, PoolView, StepRows, TableView
+from kvarn.kv.governing import check_policy
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy
 from kvarn.kv.sizing import blocks_for
@@ -65,7 +65,7 @@ class RecomputeCache:
 
     def assign(self, seq_id: int, policy: KVPolicy | None, prompt_tokens: int) -> None:
         if policy is not None:
-            raise IncompatiblePlan("--cache none keeps nothing, so a policy has nothing to decide")
+            check_policy(policy, self.plan)
 
     def unassign(self, seq_id: int) -> None:
         return None

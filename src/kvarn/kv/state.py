@@ -14,7 +14,8 @@ from kvarn.kv.signals import QueryRing
 class SequenceState:
     """rows: its first table row in each group. length: tokens whose K and V are in the cache; reserved: how many could
     be, before another block is taken. token_ids: the committed tokens. policy: what decides over its blocks; rings: the
-    queries it reads, for each group; filled: the last step filled a block. place: where it stands in the prefix index,
+    queries it reads, for each group; decided_blocks: full blocks of the text when it was asked last, -1 before that;
+    filled: the last step filled a block. place: where it stands in the prefix index,
     None where it has no part in it; indexed: its blocks that the index knows. prefix_why: why its
     prefix lookup ended where it did.
     """
@@ -27,6 +28,7 @@ class SequenceState:
     policy: KVPolicy | None = None
     prompt_tokens: int = 0
     rings: tuple[QueryRing | None, ...] = ()
+    decided_blocks: int = -1
     filled: bool = False
     place: Node | None = None
     indexed: int = 0

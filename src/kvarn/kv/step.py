@@ -13,7 +13,9 @@ from torch import Tensor
 from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepKernel, StepRows, TableView
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import LayerPlace
+from kvarn.kv.sealing import StepSeals, seals_of_step
 from kvarn.kv.signals import NOTHING, GroupSignals, Wants
+from kvarn.kv.table import OPEN
 
 
 class Span(NamedTuple):
@@ -25,6 +27,15 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SealedAttention:
+    """A step in which blocks are sealed on the way. kernel: over the parts' rows and tables; slots as in `write`."""
+
+    seals: StepSeals
+    kernel: StepKernel
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStep:
     """One group's operands of the step; `kernel` holds them as the backend wants them."""
 
@@ -32,6 +43,7 @@ class GroupStep:
     table: TableView
     pools: tuple[PoolView, ...]
     signals: GroupSignals | None = None
+    seals: SealedAttention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +58,34 @@ class PagedLayerKV:
         self, q: Tensor, k: Tensor | None, v: Tensor | None, rope: Rope | None, params: AttendParams
     ) -> Tensor:
         assert (k is not None) == self.place.writes, "keys and values come from the layer whose cache it is"
+        if self.group.seals is not None:
+            return self._sealing(self.group.seals, q, k, v, rope, params)
         if self.group.signals is not None and self.place.writes:
             return self._watched(self.group.signals, q, k, v, rope, params)
         return self.group.kernel.append_and_attend(q, k, v, rope, self.place.index, params)
+
+    def _sealing(
+        self,
+        sealed: SealedAttention,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        rope: Rope | None,
+        params: AttendParams,
+    ) -> Tensor:
+        """Write, seal this layer's part of what is full and old enough, attend part by part."""
+        layer, pools = self.place.index, self.group.pools
+        if k is not None and v is not None:
+            rotated = k if rope is None else self.backend.rope(k, rope)
+            self.backend.write(rotated, v, sealed.slots, pools[OPEN], layer)
+            sealed.seals.seal_layer(self.backend, pools, layer)
+        signals = self.group.signals if self.place.writes else None
+        lse = torch.empty(q.shape[:2], dtype=torch.float32) if signals is not None else None
+        out = sealed.kernel.append_and_attend(q, None, None, rope, layer, params, lse)
+        if signals is not None and lse is not None:
+            turned = q if rope is None else self.backend.rope(q, rope)
+            signals.collect(self.backend, turned, lse, pools, layer, params)
+        return out
 
     def _watched(
         self,
@@ -118,5 +155,9 @@ def build_step(
             spec = group.spec
             signals = GroupSignals(wants[index], view, table, len(group.layers), spec.kv_heads, group.block_size)
         kernel = backend.begin_step(view, table, group.views, slots)
-        steps.append(GroupStep(kernel, table, group.views, signals))
+        seals = None
+        if found := seals_of_step(group, first, counts, view, table):
+            parts = backend.begin_step(found.rows, found.table, group.views)
+            seals = SealedAttention(found, parts, slots)
+        steps.append(GroupStep(kernel, table, group.views, signals, seals))
     return CacheStep(view, torch.from_numpy(positions), tuple(steps), places, backend)

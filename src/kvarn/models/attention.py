@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvarn.core.specs import LayerSpec
+from kvarn.core.specs import LayerKind, LayerSpec
 from kvarn.kernels.api import AttendParams, Backend, Rope
 from kvarn.kv.view import LayerKV
 from kvarn.models.weights.base import Product
@@ -14,7 +14,7 @@ class Attention:
     """Grouped-query attention over the layer's own cache; query, key and value come from one product.
 
     qkv: hidden -> (query heads, then key heads, then value heads) * head dim. q_norm, k_norm [head dim]: an RMS norm of
-    each head before the rotation (Qwen 3, Gemma 3).
+    each head before the rotation (Qwen 3, Gemma 3). A layer that uses another's cache makes queries only.
     """
 
     __slots__ = ("_eps", "_heads", "_k_norm", "_out", "_params", "_q_norm", "_qkv", "_split")
@@ -29,15 +29,20 @@ class Attention:
         k_norm: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        self._split = (spec.query_heads, spec.kv_heads, spec.kv_heads)
+        kv_heads = 0 if spec.kind is LayerKind.SHARED else spec.kv_heads
+        self._split = (spec.query_heads, kv_heads, kv_heads)
         self._heads = sum(self._split)
         self._qkv, self._out, self._params = qkv, out, params
         self._q_norm, self._k_norm, self._eps = q_norm, k_norm, eps
 
-    def __call__(self, x: Tensor, kernels: Backend, kv: LayerKV, rope: Rope) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        q, k, v = self._qkv(x).view(x.shape[0], self._heads, -1).split(self._split, dim=1)
+    def __call__(
+        self, x: Tensor, norm: Tensor, eps: float, residual: Tensor | None, kernels: Backend, kv: LayerKV, rope: Rope
+    ) -> Tensor:
+        """residual + attention over rms_norm(x, norm); x, residual [T, hidden] -> [T, hidden]."""
+        heads = self._qkv.normed(x, norm, eps, kernels).view(x.shape[0], self._heads, -1)
+        q, k, v = heads.split_with_sizes(self._split, 1)
         if self._q_norm is not None and self._k_norm is not None:
             q = kernels.rms_norm(q, self._q_norm, self._eps)
             k = kernels.rms_norm(k, self._k_norm, self._eps)
-        return self._out(kv.append_and_attend(q, k, v, rope, self._params).flatten(1))
+        mixed = kv.append_and_attend(q, k, v, rope, self._params)
+        return self._out.added(mixed.view(x.shape[0], -1), residual)

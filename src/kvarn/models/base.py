@@ -10,7 +10,7 @@ from torch import Tensor
 from kvarn.core.errors import UnknownArchitecture
 from kvarn.core.geometry import geometry_of
 from kvarn.core.registry import names_in
-from kvarn.core.specs import LayerSpec
+from kvarn.core.specs import LayerKind, LayerSpec, share_layers
 from kvarn.kernels.api import AttendParams
 from kvarn.kv.view import StepInputs, StepKV
 from kvarn.models.attention import Attention
@@ -23,6 +23,7 @@ from kvarn.models.weights.base import Product, total_bytes
 
 ARCHITECTURES = "kvarn.models.architectures"
 _ALIASES = {"gemma3": "gemma3_text"}
+SHARE_LAYERS = "kvarn_share_layers"  # beside the config's own keys: see `kvarn.core.specs.share_layers`
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -47,7 +48,7 @@ class CausalLM:
         self.hidden_size = integer(config, "hidden_size")
         self.vocab_size = integer(config, "vocab_size")
         self.eps = number(config, "rms_norm_eps", self.default_eps)
-        self.layers = geometry_of(dict(config)).layers
+        self.layers = share_layers(geometry_of(dict(config)).layers, config.get(SHARE_LAYERS, 1))
         self.activations = weights.activations
         self._ropes: dict[str | None, RotaryEmbedding] = {
             kind: rotary_embedding(config, spec.k_dim, kind)
@@ -135,8 +136,11 @@ class CausalLM:
         )
 
     def qkv(self, at: str, spec: LayerSpec) -> Product:
-        """The product that makes queries, keys and values; `at` names the attention block."""
-        rows = {"q": spec.query_heads * spec.k_dim, "k": spec.kv_heads * spec.k_dim, "v": spec.kv_heads * spec.v_dim}
+        """The product that makes queries, keys and values, or queries alone where another layer's cache is used; `at`
+        names the attention block."""
+        rows = {"q": spec.query_heads * spec.k_dim}
+        if spec.kind is not LayerKind.SHARED:
+            rows |= {"k": spec.kv_heads * spec.k_dim, "v": spec.kv_heads * spec.v_dim}
         parts = ((f"{at}.{side}_proj", count) for side, count in rows.items())
         return self._weights.linear(self.hidden_size, *parts, bias=self.qkv_bias)
 

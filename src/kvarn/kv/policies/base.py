@@ -136,16 +136,22 @@ class KVPolicy:
     """Base of all policies.
 
     grain: how finely it cuts. needs: signals it reads. rewrites: it drops single tokens, so kept ones are moved
-    together within their blocks (False: it drops whole blocks only). query_tokens: w of RECENT_QUERIES.
+    together within their blocks (False: it drops whole blocks only). prefix_pure: it needs no signals of the prompt, so
+    a sequence may begin with blocks that the prefix index holds (it feeds the index only if the policy never decides:
+    later blocks hang on more than the text before them). decides: False for a policy that never changes anything.
+    query_tokens: w of RECENT_QUERIES.
     """
 
     grain: ClassVar[Grain] = "group"
     needs: ClassVar[frozenset[Signal]] = frozenset()
     rewrites: ClassVar[bool] = False
+    prefix_pure: ClassVar[bool] = False
+    decides: ClassVar[bool] = True
     query_tokens: int = field(default=1, kw_only=True)
 
     def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
-        """Is there anything to decide? Asked after every step that filled a block or ended the prompt."""
+        """Is there anything to decide? Asked when the prompt is complete, and then each time that the text has grown by
+        another block."""
         raise NotImplementedError
 
     def decide(self, view: SequenceView) -> Decision | None:
@@ -166,7 +172,6 @@ class ScoredPolicy(KVPolicy):
 
     grain: ClassVar[Grain] = "head"
     rewrites: ClassVar[bool] = True
-    prefix_pure: ClassVar[bool] = False
     budget: Budget = field(default_factory=lambda: Budget(share=0.5))
     sinks: int = 0
     recent: int = 32

@@ -11,37 +11,36 @@ from kvarn.core.files import ModelFiles
 from kvarn.core.gguf_config import config_from_gguf
 from kvarn.core.gguf_header import read_gguf_header, shard_paths
 from kvarn.core.registry import load
-from kvarn.models.base import CausalLM, load_architecture
+from kvarn.models.base import SHARE_LAYERS, CausalLM, load_architecture
 from kvarn.models.build import Loaded, Wanted, check
 from kvarn.models.config import Config, text_config
 from kvarn.models.loading.gguf import GGUFSource
 from kvarn.models.loading.safetensors import SafetensorsSource, weight_files
 from kvarn.models.weights.base import TensorSource, WeightKind
 
-NATIVE = "bfloat16"
 
-
-def load_model(files: ModelFiles | Path | str, weights: str = "native") -> CausalLM:
+def load_model(files: ModelFiles | Path | str, weights: str = "native", share_layers: int = 1) -> CausalLM:
     """Read a model from a GGUF file or a Hugging Face directory.
 
-    weights: a file of `models/weights`, or 'native' for what is fastest for the file. Raises ModelError (file,
+    weights: a file of `models/weights`, or 'native' for what is fastest for the file. share_layers: so many
+    neighbouring layers use the first one's cache. Raises IncompatiblePlan (share_layers), ModelError (file,
     tensors), ConfigError, UnknownArchitecture, UnknownName (weights).
     """
     kind = load_kind(weights)
     path = files.path if isinstance(files, ModelFiles) else Path(files)
     config, source = _open(path)
-    return build_model(config, source, kind)
+    return build_model(config, source, kind, share_layers)
 
 
 def load_kind(weights: str) -> WeightKind:
-    """The weight kind called `weights`; 'native' is chosen here. Raises UnknownName."""
-    return load("kvarn.models.weights", NATIVE if weights == "native" else weights, "KIND", "weight kind")
+    """The weight kind called `weights`. Raises UnknownName."""
+    return load("kvarn.models.weights", weights, "KIND", "weight kind")
 
 
-def build_model(config: Config, source: TensorSource, kind: WeightKind) -> CausalLM:
+def build_model(config: Config, source: TensorSource, kind: WeightKind, share_layers: int = 1) -> CausalLM:
     """Build the config's architecture over `source`. Raises ModelError naming every missing or misshapen tensor."""
     architecture = load_architecture(str(config.get("model_type")))
-    config = text_config(config)
+    config = {**text_config(config), SHARE_LAYERS: share_layers}
     wanted = Wanted(kind.activations)
     architecture(config, wanted)
     check(wanted, source)
