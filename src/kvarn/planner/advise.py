@@ -64,7 +64,10 @@ def _setting_changes(case: Case, asked: Settings) -> Iterator[tuple[str, str, Se
     if "8" not in stored and "4" not in stored and case.geometry.stored_weight_bytes is None:
         for name in ("fp8", "int4"):
             yield f"--weights {name}", f"weights.{name}", replace(asked, weights=name)
-    yield f"--tp {2 * asked.tp}", "tp", replace(asked, tp=2 * asked.tp)
+    if case.profile.budget == "all":  # llama.cpp and ollama split by layers
+        yield f"--pp {2 * asked.pp}", "pp", replace(asked, pp=2 * asked.pp)
+    else:
+        yield f"--tp {2 * asked.tp}", "tp", replace(asked, tp=2 * asked.tp)
     if asked.context_tokens > 1024:
         yield (
             f"--context {asked.context_tokens // 2}",

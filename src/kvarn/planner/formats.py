@@ -102,6 +102,11 @@ LATENT_RECORDS = {
 _RECORD_DIMS = (512, 64)
 
 
+def known_row(name: str) -> bool:
+    """Whether `row_format` knows the name."""
+    return name in ROW_FORMATS or name.lower() in ROW_FORMATS or name.lower() in _ALIASES
+
+
 def row_format(name: str) -> RowFormat:
     """The format of that name or alias. Raises UnknownName."""
     key = _ALIASES.get(name.lower(), name)

@@ -152,3 +152,20 @@ def test_bad_flags(arguments: list[str]) -> None:
 def test_unknown_engine_offers_the_nearest() -> None:
     with pytest.raises(UnknownName, match="vllm"):
         load_engine("vlm")
+
+
+@pytest.mark.parametrize(
+    ("kv", "rate"), [("q8_0", 69_632), ("q4_0", 36_864), ("nvfp4", 36_864), ("int8_per_token_head", 67_584)]
+)
+def test_peers_formats_in_kvarns_blocks(kv: str, rate: int) -> None:
+    """Formats that Kvarn's engine does not hold are planned for comparison, and that is said."""
+    cache = cache_of(LLAMA_3_8B, "kvarn", kv_k=kv, kv_v=kv)
+    assert cache.growth().total == rate
+    assert cache.held(1, 33).total == 64 * rate
+    assert "does not hold" in cache.notes()[0]
+
+
+def test_kivi_is_kvarns_two_bit_format() -> None:
+    kivi, own = (cache_of(LLAMA_3_8B, "kvarn", kv_k=kv, kv_v=kv) for kv in ("kivi", "int2"))
+    assert kivi.held(1, 4096) == own.held(1, 4096)
+    assert isinstance(kivi, KvarnCache)

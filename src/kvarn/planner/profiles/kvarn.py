@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from kvarn.core.errors import DoesNotFit
-from kvarn.core.formats import Format, KVFormat, load_format
+from kvarn.core.errors import DoesNotFit, UnknownName
+from kvarn.core.formats import Format, KVFormat, format_names, load_format
 from kvarn.core.options import CachePlan, EngineOptions
 from kvarn.core.specs import GroupSpec, LayerKind, LayerSpec, cache_groups
 from kvarn.kv.sizing import FREE_SHARE, blocks_for, plan_cache, sequence_blocks
-from kvarn.planner.profiles.base import EngineCache, Figure, Flag, Profile, Split
+from kvarn.planner.formats import LATENT_RECORDS, ROW_FORMATS, known_row
+from kvarn.planner.profiles.base import EngineCache, Figure, Flag, Profile, Split, add, token_bytes
 from kvarn.planner.settings import Settings
 from kvarn.planner.sizes import MIB, parse_size, parse_tokens
 
@@ -23,6 +24,9 @@ _NAMES = {
     "fp16": "float16",
     "bf16": "bfloat16",
     "fp8": "fp8_e4m3",
+    "kivi": "int2",  # KIVI (arXiv 2402.02750): keys by channel, values by token
+    "kivi2": "int2",
+    "kivi4": "int4",
 }
 
 
@@ -30,6 +34,11 @@ _NAMES = {
 def _format(name: str) -> Format:
     """A format by name; looking in the folder each time would take most of a plan's time."""
     return load_format(name)
+
+
+@cache
+def _own_formats() -> tuple[str, ...]:
+    return format_names()
 
 
 def as_stored(spec: LayerSpec) -> LayerSpec:
@@ -150,6 +159,45 @@ class KvarnCache(EngineCache):
         return (("block", f"{self.block_tokens} tokens; a block takes {sizes}"),)
 
 
+class BorrowedCache(EngineCache):
+    """Kvarn's blocks with rows in a format that only other engines have, for comparison."""
+
+    def __init__(self, layers: Sequence[LayerSpec], settings: Settings) -> None:
+        super().__init__(layers, settings)
+        self.block_tokens = settings.block_size or DEFAULTS.block_size
+        self.groups = [(spec, token_bytes(spec, settings)) for spec in self.layers]
+        self.state = sum(spec.state_bytes for spec in self.layers)
+
+    def held(self, sequences: int, tokens: int) -> Split:
+        blocks = [(t, sequence_blocks(spec, tokens, self.block_tokens)) for spec, t in self.groups]
+        total = add([t.times(n * self.block_tokens) for t, n in blocks])
+        return (total + Split(state=self.state)).times(sequences)
+
+    def growth(self) -> Split:
+        return add([t for spec, t in self.groups if spec.window_tokens is None])
+
+    def blocks(self, available: int) -> int:
+        return available // max(1, self.block_tokens * add([t for _, t in self.groups]).total)
+
+    def tokens(self, available: int) -> int:
+        return self.blocks(available) * self.block_tokens
+
+    def notes(self) -> tuple[str, ...]:
+        names = ", ".join(dict.fromkeys(str(n) for n in (self.settings.kv_k, self.settings.kv_v)))
+        return (f"Kvarn's engine does not hold {names}: planned as other engines store it, in Kvarn's blocks",)
+
+
+def make_cache(layers: Sequence[LayerSpec], settings: Settings) -> EngineCache:
+    """Kvarn's own cache, or Kvarn's blocks in another engine's format. Raises UnknownName for a format of nobody's."""
+    own = _own_formats()
+    asked = [n for n in (settings.kv_k, settings.kv_v) if n is not None and n not in own]
+    if all(n in own for n in (settings.kv_k, settings.kv_v) if n):
+        return KvarnCache(layers, settings)
+    if unknown := [n for n in asked if n.lower() not in LATENT_RECORDS and not known_row(n)]:
+        raise UnknownName("KV format", unknown[0], (*own, *ROW_FORMATS, *LATENT_RECORDS))
+    return BorrowedCache(layers, settings)
+
+
 def resolve(settings: Settings, dtype: str) -> Settings:
     """Fill in Kvarn's defaults; the usual short names of formats are accepted."""
     s = settings
@@ -167,7 +215,7 @@ PROFILE = Profile(
         Flag(("--max-seqs",), "slots", int),
         Flag(("--kv-memory",), "kv_memory_bytes", parse_size),
     ),
-    cache=KvarnCache,
+    cache=make_cache,
     resolve=resolve,
     budget="free",
     fraction=0.95,
