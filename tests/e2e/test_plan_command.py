@@ -234,3 +234,18 @@ def test_a_named_model_is_planned_fast_small_and_without_torch() -> None:
         assert int(kib) < 100 * 1024
         times.append(float(took_s))
     assert min(times) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nbytes"),
+    [
+        (["llama-2-7b", "--context", "4096"], 2_147_483_648),
+        (["llama-2-7b", "--context", "4096", "--batch", "32"], 68_719_476_736),
+        (["llama-2-70b", "--context", "4096"], 1_342_177_280),
+        (["llama-3-8b", "--context", "131072"], 17_179_869_184),
+        (["--layers", "40", "--kv-heads", "32", "--head-dim", "128", "--context", "2048"], 1_342_177_280),
+    ],
+)
+def test_worked_examples_by_name(capsys: pytest.CaptureFixture[str], arguments: list[str], nbytes: int) -> None:
+    _, out, _ = plan(capsys, *arguments, "--json")
+    assert json.loads(out)["kv"]["bytes_total"] == nbytes
