@@ -30,7 +30,7 @@ class DenseLayer:
         if params.window_tokens is not None:
             seen &= at[None, :] > at[:, None] - params.window_tokens
         weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, v)
+        return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
 
 
 class DenseKV:
