@@ -134,6 +134,8 @@ def advise(case: Case, asked: Settings, device: Device | None, plan: Plan) -> tu
     for words, price, settings in _setting_changes(case, asked):
         found.append(_try(words, "setting", costs.get(price, ""), case, settings, device, plan))
     for words, kind, price, layers in _model_changes(case):
+        if kind == "policy" and case.profile.name != "kvarn":
+            continue  # a technique of Kvarn's cache is no advice for another engine
         geometry = replace(case.geometry, layers=layers)
         found.append(_try(words, kind, costs.get(price, ""), replace(case, geometry=geometry), asked, device, plan))
     useful = [a for a in found if a is not None]

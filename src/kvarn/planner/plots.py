@@ -43,7 +43,12 @@ def draw(case: Case, plan: Plan):
     fig = _figures().Figure(figsize=(11, 4.5), layout="constrained")
     left, right = fig.subplots(1, 2)
     for batch, points in memory_curves(case).items():
-        left.plot([c for c, _ in points], [b / GIB for _, b in points], marker=".", label=f"{batch} sequences")
+        left.plot(
+            [c for c, _ in points],
+            [b / GIB for _, b in points],
+            marker=".",
+            label=f"{batch} sequence{'s' * (batch > 1)}",
+        )
     if plan.cache_bytes:
         left.axhline(plan.cache_bytes / GIB, color="black", linestyle="--", label="memory for the cache")
     left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="KV cache of a device (GiB)")
@@ -61,9 +66,10 @@ def _speed(axes, plan: Plan) -> None:
         axes.text(0.5, 0.5, "the device's speed is not known", ha="center", transform=axes.transAxes)
         return
     axes.plot([p.batch for p in points], [p.tokens_per_s for p in points], marker="o", color="tab:blue")
-    for p in points:
-        if p.fits is False:
-            axes.plot(p.batch, p.tokens_per_s, marker="x", color="tab:red", markersize=9)
+    if over := [p for p in points if p.fits is False]:
+        style = {"marker": "x", "color": "tab:red", "markersize": 9, "linestyle": "", "label": "does not fit"}
+        axes.plot([p.batch for p in over], [p.tokens_per_s for p in over], **style)
+        axes.legend(fontsize="small")
     axes.set_xticks([b for b in BATCHES if b <= points[-1].batch], [str(b) for b in BATCHES if b <= points[-1].batch])
 
 
