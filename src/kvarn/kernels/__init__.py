@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 
+from torch import Tensor
+
 from kvarn.core.errors import IncompatiblePlan, UnknownName
 from kvarn.core.registry import names_in
-from kvarn.kernels.api import Backend
+from kvarn.kernels.api import Backend, CodeMatrix, Codes
 
 _NATIVE_FIRST = ("cpu", "reference")
 
@@ -40,6 +42,15 @@ def load_backend(name: str | None = None) -> Backend:
             f"the {name} backend cannot be loaded: {error}",
             fixes=("--backend reference", "reinstall kvarn where a C++17 compiler is found"),
         ) from error
+
+
+def code_matrix(held: Codes, width: int, bias: Tensor | None = None) -> CodeMatrix:
+    """A matrix of codes, in the native kernels' layout where they were built, else as the reference holds it."""
+    try:
+        made = import_module("kvarn.kernels.cpu.matrix").Matrix
+    except ImportError:
+        made = import_module("kvarn.kernels.reference.matrix").Matrix
+    return made(held, width, bias)
 
 
 def backend_report() -> tuple[BackendReport, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvarn.core.formats import KVFormat
@@ -85,6 +86,58 @@ class Attended:
 
     out: Tensor
     lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix of small codes. codes [N, K] uint8, below 2**bits (4 or 8); scale [N, K / group] float16; offset the
+    same, or None where the code `zero` means 0: weight = scale * code + offset, or scale * (code - zero). group:
+    columns that share a scale, a multiple of 32."""
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    zero: int
+    bits: int
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    def floats(self) -> Tensor:
+        """The numbers [N, K] in float32."""
+        codes = self.codes.float().unflatten(1, (self.scale.shape[1], -1))
+        scale = self.scale.float().unsqueeze(-1)
+        if self.offset is not None:
+            return (codes * scale + self.offset.float().unsqueeze(-1)).flatten(1)
+        return ((codes - self.zero) * scale).flatten(1)
+
+
+class CodeMatrix(Protocol):
+    """A matrix [rows, width] of codes, made once from `Codes` (whose columns beyond `width` count nothing) and a bias
+    [rows]. Activations are rounded to int8 with one scale a row and group of columns, the largest magnitude becoming
+    127, so the sums of a group are exact integers; a row of a result does not depend on the rows beside it."""
+
+    rows: int
+    width: int
+
+    def product(self, x: Tensor, dtype: torch.dtype | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [T, width] -> [T, rows] in `dtype` (None: x's), plus residual [T, rows] of that dtype where given."""
+        ...
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The product of x * weight / rms(x), weight [width] float32; that is not rounded in between."""
+        ...
+
+    def gated(self, x: Tensor, activation: str, residual: Tensor | None = None) -> Tensor:
+        """The product of activation(gate) * up, x [T, 2 * width] being gate and then up, plus residual."""
+        ...
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows ids [T] int64 as floats [T, width]."""
+        ...
+
+    def tensors(self) -> tuple[Tensor, ...]: ...
 
 
 class StepKernel(Protocol):

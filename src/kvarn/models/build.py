@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvarn.core.errors import ModelError
-from kvarn.models.weights.base import LinearSpec, Product, Table, TensorSource, WeightKind, read_vector
+from kvarn.models.weights.base import LinearSpec, Product, StepByStep, Table, TensorSource, WeightKind, read_vector
 
 
 class Weights(Protocol):
@@ -77,7 +77,7 @@ class Wanted:
         return found
 
 
-class _Unread:
+class _Unread(StepByStep):
     """Stands where a product or table will stand; the first pass never computes."""
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ class PreNormLayer:
         self._attention_norm, self._mlp_norm, self._eps = attention_norm, mlp_norm, eps
 
     def __call__(self, x: Tensor, kernels: Backend, kv: LayerKV, rope: Rope) -> Tensor:
-        x = x + self._attention(kernels.rms_norm(x, self._attention_norm, self._eps), kernels, kv, rope)
-        return x + self._mlp(kernels.rms_norm(x, self._mlp_norm, self._eps), kernels)
+        x = self._attention(x, self._attention_norm, self._eps, x, kernels, kv, rope)
+        return self._mlp(x, self._mlp_norm, self._eps, x, kernels)
 
 
 class SandwichLayer:
@@ -47,7 +47,7 @@ class SandwichLayer:
 
     def __call__(self, x: Tensor, kernels: Backend, kv: LayerKV, rope: Rope) -> Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self._norms
-        mixed = self._attention(kernels.rms_norm(x, before_attention, self._eps), kernels, kv, rope)
+        mixed = self._attention(x, before_attention, self._eps, None, kernels, kv, rope)
         x = x + kernels.rms_norm(mixed, after_attention, self._eps)
-        fed = self._mlp(kernels.rms_norm(x, before_mlp, self._eps), kernels)
+        fed = self._mlp(x, before_mlp, self._eps, None, kernels)
         return x + kernels.rms_norm(fed, after_mlp, self._eps)

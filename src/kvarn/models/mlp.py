@@ -16,7 +16,7 @@ class GatedMLP:
     def __init__(self, gate_up: Product, down: Product, activation: str) -> None:
         self._gate_up, self._down, self._activation = gate_up, down, activation
 
-    def __call__(self, x: Tensor, kernels: Backend) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(kernels.gated(gate, up, self._activation))
+    def __call__(self, x: Tensor, norm: Tensor, eps: float, residual: Tensor | None, kernels: Backend) -> Tensor:
+        """residual + the block over rms_norm(x, norm); x, residual [T, hidden] -> [T, hidden]."""
+        gate_up = self._gate_up.normed(x, norm, eps, kernels)
+        return self._down.gated(gate_up, self._activation, residual, kernels)

@@ -1,46 +1,16 @@
-"""Matrices of 4- and 8-bit codes, multiplied with activations that become int8 on the way in (csrc/product.h).
-
-A group of columns shares a scale: weight = scale * code + offset, or scale * (code - zero) where a whole matrix has one
-zero. Activations are rounded to int8 with one scale a row and group (the largest magnitude becomes 127), so the sums of
-a group are exact integers, and a row of the result has the same bits whatever rows stand beside it.
-"""
+"""Matrices of 4- and 8-bit codes, packed for the native kernels (csrc/product.h)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvarn.kernels.api import Codes
 from kvarn.kernels.cpu import _native
 from kvarn.kernels.cpu.codes import ACTIVATIONS, DTYPES
 
 TILE_ROWS, BLOCK_COLUMNS = 16, 32
 _AS_IS, _NORMED, _GATED = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """A matrix before it is packed. codes [N, K] uint8, below 2**bits; scale [N, K / group] float16; offset the same, or
-    None where the code `zero` means 0. group: columns that share a scale, a multiple of 32; K a multiple of it."""
-
-    codes: Tensor
-    scale: Tensor
-    offset: Tensor | None
-    zero: int
-    bits: int
-
-    @property
-    def group(self) -> int:
-        return self.codes.shape[1] // self.scale.shape[1]
-
-    def floats(self) -> Tensor:
-        """The numbers [N, K] in float32."""
-        codes = self.codes.float().unflatten(1, (self.scale.shape[1], -1))
-        scale = self.scale.float().unsqueeze(-1)
-        if self.offset is not None:
-            return (codes * scale + self.offset.float().unsqueeze(-1)).flatten(1)
-        return ((codes - self.zero) * scale).flatten(1)
 
 
 def pack(held: Codes) -> Tensor:
@@ -70,12 +40,11 @@ def _whole_tiles(x: Tensor, tiles: int) -> Tensor:
 
 
 class Matrix:
-    """A packed matrix [rows, width]; pads its columns itself. bias [rows] float32 is added to products."""
+    """See `kvarn.kernels.api.CodeMatrix`. isa: one of `instruction_sets()`, None for the best."""
 
     __slots__ = ("_keep", "_native", "rows", "width")
 
     def __init__(self, held: Codes, width: int, bias: Tensor | None = None, isa: str | None = None) -> None:
-        """width: columns that count, at most those of `held`. isa: one of `instruction_sets()`, None for the best."""
         data = pack(held)
         self.rows, self.width = held.codes.shape[0], width
         self._keep = (data,) if bias is None else (data, bias.float().contiguous())
@@ -92,15 +61,12 @@ class Matrix:
         )
 
     def product(self, x: Tensor, dtype: torch.dtype | None = None, residual: Tensor | None = None) -> Tensor:
-        """x [T, width] -> [T, rows] in `dtype` (None: x's), plus residual [T, rows] of that dtype where given."""
         return self._run(x, _AS_IS, 0, 0.0, 0, dtype or x.dtype, residual)
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The product of rms_norm(x) * weight, weight [width] float32; the norm is not rounded in between."""
         return self._run(x, _NORMED, weight.data_ptr(), eps, 0, x.dtype, None)
 
     def gated(self, x: Tensor, activation: str, residual: Tensor | None = None) -> Tensor:
-        """The product of activation(gate) * up, x [T, 2 * width] being gate and then up, plus residual."""
         return self._run(x, _GATED, 0, 0.0, ACTIVATIONS[activation], x.dtype, residual)
 
     def _run(
@@ -135,7 +101,6 @@ class Matrix:
         return out
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows ids [T] int64 as floats [T, width]."""
         out = torch.empty((ids.shape[0], self.width), dtype=dtype)
         self._native.gather(ids.data_ptr(), ids.shape[0], out.data_ptr(), DTYPES[dtype], torch.get_num_threads())
         return out

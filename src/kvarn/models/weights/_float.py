@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvarn.models.weights._ggml import decode, decode_into
-from kvarn.models.weights.base import LinearSpec, Product, RawBlocks, Table, TensorSource, read_rows
+from kvarn.models.weights.base import LinearSpec, Product, RawBlocks, StepByStep, Table, TensorSource, read_rows
 
 ROWS_HINT = 16  # the batch that the layout is chosen for; measured to be as good for 1 row as a hint of 1
 # With more columns oneDNN sums a single row in pieces, so that its bits differ from those of the row among others.
 SPLIT_COLUMNS = 1024
 
 
-class DenseProduct:
+class DenseProduct(StepByStep):
     """x @ weight.T + bias, weight [rows, columns] as it is."""
 
     __slots__ = ("bias", "weight")
@@ -37,7 +37,7 @@ class DenseProduct:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-class PackedProduct:
+class PackedProduct(StepByStep):
     """x @ weight.T + bias, the weight in oneDNN's own layout."""
 
     __slots__ = ("_bias", "_multiply", "_never_alone", "_weight")

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvarn.kernels.api import Backend
+
 
 @dataclass(frozen=True, slots=True)
 class RawBlocks:
@@ -55,13 +57,42 @@ class LinearSpec:
 
 
 class Product(Protocol):
-    """A packed matrix: called with x [T, columns], returns [T, rows] in x's dtype."""
+    """A packed matrix: called with x [T, columns], returns [T, rows] in x's dtype (logits may be float32). The other
+    methods join it with the steps around it, which some kinds do in one call; residual [T, rows] is added."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float, kernels: Backend) -> Tensor:
+        """The product of rms_norm(x, weight)."""
+        ...
+
+    def added(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """residual + the product of x."""
+        ...
+
+    def gated(self, x: Tensor, activation: str, residual: Tensor | None, kernels: Backend) -> Tensor:
+        """residual + the product of activation(gate) * up, x [T, 2 * columns] being gate and then up."""
+        ...
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it holds; their bytes are its memory."""
         ...
+
+
+class StepByStep:
+    """The steps around a product, one call each."""
+
+    __slots__ = ()
+
+    def normed(self: Product, x: Tensor, weight: Tensor, eps: float, kernels: Backend) -> Tensor:
+        return self(kernels.rms_norm(x, weight, eps))
+
+    def added(self: Product, x: Tensor, residual: Tensor | None) -> Tensor:
+        return self(x) if residual is None else residual + self(x)
+
+    def gated(self: Product, x: Tensor, activation: str, residual: Tensor | None, kernels: Backend) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.added(kernels.gated(gate, up, activation), residual)
 
 
 class Table(Protocol):

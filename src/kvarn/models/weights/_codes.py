@@ -1,0 +1,147 @@
+"""Weights as small codes with scales: read from ggml's quantized blocks as they are, or made by rounding numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvarn.kernels.api import Codes
+from kvarn.models.weights.base import RawBlocks
+
+BLOCK_COLUMNS = 32
+TINY = 1e-7  # the smallest scale that half precision holds with some digits
+
+
+def codes_of(raw: RawBlocks) -> Codes | None:
+    """The blocks' own codes, exact but for the scales of k-quants, which are products rounded to half precision. None
+    for types that have no such form (groups of 16, or fewer bits than 4)."""
+    read = _READERS.get(raw.type)
+    return read(raw.data) if read else None
+
+
+def _scales(blocks: Tensor, at: int) -> Tensor:
+    """A half-precision number of each block. blocks [N, blocks, bytes] uint8 -> [N, blocks] float16."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2 n]: the low halves, then the high ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """[..., 4] bytes of 32 bits -> [..., 32], each 0 or 16."""
+    return ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2) << 4
+
+
+def _q4_0(data: Tensor) -> Codes:
+    blocks = data.unflatten(1, (-1, 18))
+    return Codes(_halves(blocks[..., 2:]).flatten(1), _scales(blocks, 0), None, 8, 4)
+
+
+def _q4_1(data: Tensor) -> Codes:
+    blocks = data.unflatten(1, (-1, 20))
+    return Codes(_halves(blocks[..., 4:]).flatten(1), _scales(blocks, 0), _scales(blocks, 2), 0, 4)
+
+
+def _q5_0(data: Tensor) -> Codes:
+    blocks = data.unflatten(1, (-1, 22))
+    codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return Codes(codes.flatten(1), _scales(blocks, 0), None, 16, 8)
+
+
+def _q5_1(data: Tensor) -> Codes:
+    blocks = data.unflatten(1, (-1, 24))
+    codes = _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return Codes(codes.flatten(1), _scales(blocks, 0), _scales(blocks, 2), 0, 8)
+
+
+def _q8_0(data: Tensor) -> Codes:
+    blocks = data.unflatten(1, (-1, 34))
+    return Codes((blocks[..., 2:] ^ 128).flatten(1), _scales(blocks, 0), None, 128, 8)
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and offset of the eight blocks of 32 in each super-block of Q4_K and Q5_K, [N, blocks] float16 each."""
+    packed = blocks[..., 4:16]
+    first, second, third = packed.split(4, dim=-1)
+    scale = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=-1).float()
+    least = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1).float()
+    d, d_least = (_scales(blocks, at).float().unsqueeze(-1) for at in (0, 2))
+    return (d * scale).half().flatten(1), (-d_least * least).half().flatten(1)
+
+
+def _q4_k(data: Tensor) -> Codes:
+    blocks = data.unflatten(1, (-1, 144))
+    codes = _halves(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return Codes(codes.flatten(1), *_k_scales(blocks), 0, 4)
+
+
+def _q5_k(data: Tensor) -> Codes:
+    blocks = data.unflatten(1, (-1, 176))
+    low = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32))
+    bits = torch.arange(8, dtype=torch.uint8).view(4, 2, 1)
+    high = ((blocks[..., 16:48].unsqueeze(-2).unsqueeze(-2) >> bits) & 1) << 4
+    return Codes((low | high).flatten(1), *_k_scales(blocks), 0, 8)
+
+
+_READERS: dict[str, Callable[[Tensor], Codes]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+}
+
+
+def round_to_4_bits(weight: Tensor) -> Codes:
+    """weight [N, K] float32 -> 16 even steps from the least to the greatest number of each 32 columns."""
+    parts = _parts(weight, BLOCK_COLUMNS)
+    least, most = parts.amin(-1), parts.amax(-1)
+    scale, offset = ((most - least) / 15).clamp_min(TINY).half(), least.half()
+    codes = torch.round((parts - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1))
+    return Codes(codes.clamp(0, 15).to(torch.uint8).flatten(1), scale, offset, 0, 4)
+
+
+def round_to_8_bits(weight: Tensor, group: int | None = BLOCK_COLUMNS) -> Codes:
+    """weight [N, K] float32 -> even steps on both sides of 0, the largest magnitude of each `group` columns (None: of
+    all) becoming 127."""
+    parts = _parts(weight, group)
+    scale = (parts.abs().amax(-1) / 127).clamp_min(TINY).half()
+    codes = torch.round(parts / scale.float().unsqueeze(-1)).clamp(-127, 127) + 128
+    return Codes(codes.to(torch.uint8).flatten(1), scale, None, 128, 8)
+
+
+def _parts(weight: Tensor, group: int | None) -> Tensor:
+    """[N, K] -> [N, groups, group], K filled up with zeros to whole blocks."""
+    missing = -weight.shape[1] % BLOCK_COLUMNS
+    padded = F.pad(weight, (0, missing)) if missing else weight
+    return padded.unflatten(1, (-1, group or padded.shape[1]))
+
+
+def stack(parts: Sequence[Codes]) -> Codes:
+    """Matrices of equal columns one below the other; where they differ, all take the wider form, losing nothing."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any((p.offset is None) != (first.offset is None) or p.zero != first.zero for p in parts):
+        parts = [_with_offset(p) for p in parts]
+    offsets = [p.offset for p in parts if p.offset is not None]
+    return replace(
+        parts[0],
+        codes=torch.cat([p.codes for p in parts]),
+        scale=torch.cat([p.scale for p in parts]),
+        offset=torch.cat(offsets) if offsets else None,
+        bits=max(p.bits for p in parts),
+    )
+
+
+def _with_offset(held: Codes) -> Codes:
+    """A zero that is a power of 2 becomes an offset exactly."""
+    return held if held.offset is not None else replace(held, offset=held.scale * -held.zero, zero=0)
