@@ -180,30 +180,41 @@ class ScoredPolicy(KVPolicy):
         for name in ("sinks", "recent", "query_tokens"):
             if (value := getattr(self, name)) < 0:
                 raise IncompatiblePlan(f"{name} is {value}; it must not be negative")
-        if self.budget.tokens is not None and self.budget.tokens < self.sinks + self.recent:
-            least = self.sinks + self.recent
+        if self.budget.tokens is not None and self.budget.tokens < self.least:
             raise IncompatiblePlan(
-                f"a budget of {self.budget.tokens} tokens is less than {self.sinks} sinks and {self.recent} recent",
-                fixes=(f"a budget of at least {least}", "fewer sinks or recent tokens"),
+                f"a budget of {self.budget.tokens} tokens is less than {self.sinks} sinks and {self.newest} newest, "
+                "which are always kept",
+                fixes=(f"a budget of at least {self.least}", "fewer sinks, recent or query_tokens"),
             )
 
+    @property
+    def newest(self) -> int:
+        """How many of the newest tokens are always kept."""
+        return self.recent
+
+    @property
+    def least(self) -> int:
+        """Tokens that are kept whatever the budget says."""
+        return max(1, self.sinks + self.newest)
+
     def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
-        return longest_row > self.budget.tokens_at(length, bytes_per_token)
+        return longest_row > max(self.budget.tokens_at(length, bytes_per_token), self.least)
 
     def decide(self, view: SequenceView) -> Decision | None:
-        tokens = max(self.budget.tokens_at(view.length, view.bytes_per_token), self.sinks + self.recent, 1)
+        tokens = max(self.budget.tokens_at(view.length, view.bytes_per_token), self.least)
         keep = tuple(None if g is None else self._keep(g, view, tokens) for g in view.groups)
         return Decision(keep, f"{type(self).__name__.lower()}: {tokens} tokens a head")
 
     def _keep(self, group: GroupView, view: SequenceView, tokens: int) -> np.ndarray:
         scores = np.where(group.positions < 0, -np.inf, self.scores(group, view))
         fixed = self.protected(group, view)
-        return top_places(np.where(fixed, np.inf, scores), self.counts(group, scores, fixed, tokens))
+        counts = np.maximum(self.counts(group, scores, fixed, tokens), fixed.sum(1))
+        return top_places(np.where(fixed, np.inf, scores), counts)
 
     def protected(self, group: GroupView, view: SequenceView) -> np.ndarray:
         """bool [R, S]: places that are kept whatever they score."""
         at = group.positions
-        return (at >= 0) & ((at < self.sinks) | (at >= view.length - self.recent))
+        return (at >= 0) & ((at < self.sinks) | (at >= view.length - self.newest))
 
     def counts(self, group: GroupView, scores: np.ndarray, fixed: np.ndarray, tokens: int) -> np.ndarray:
         """[R] int: how many places each row keeps, protected ones included. scores [R, S]: -inf where nothing is."""

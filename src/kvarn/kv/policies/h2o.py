@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvarn.core.errors import IncompatiblePlan
 from kvarn.kv.policies.base import GroupView, ScoredPolicy, SequenceView, Signal
 
 
@@ -22,6 +23,11 @@ class H2O(ScoredPolicy):
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION_MASS})
     recent: int = 0
     recent_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.recent_share <= 1:
+            raise IncompatiblePlan(f"recent_share is {self.recent_share}; it is a share, 0 to 1")
 
     def protected(self, group: GroupView, view: SequenceView) -> np.ndarray:
         tokens = self.budget.tokens_at(view.length, view.bytes_per_token)

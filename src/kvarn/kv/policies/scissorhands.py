@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ class Scissorhands(ScoredPolicy):
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RECENT_QUERIES})
-    query_tokens: int = 32
+    query_tokens: int = field(default=32, kw_only=True)
 
     def scores(self, group: GroupView, view: SequenceView) -> np.ndarray:
         return np.stack([_persistence(group.recent_weights(r), group.positions[r], view.length) for r in _rows(group)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -16,13 +16,14 @@ class SnapKV(ScoredPolicy):
     """SnapKV (Li et al. 2024, arXiv 2404.14469, section 4): by layer and head, sum the attention weights of the last
     `query_tokens` queries, smooth them over `pool` neighbouring positions, keep the highest and those last tokens.
 
-    Here: smoothing is a running maximum, as in the authors' code; query heads that share a KV head add up. The paper
-    cuts the prompt once and lets the answer grow; here the same rule with the newest queries holds the budget while the
-    answer grows.
+    Here: smoothing is a running maximum over the tokens before the last ones, as in the authors' code; query heads that
+    share a KV head add up. The paper cuts the prompt once and lets the answer grow; here the same rule with the newest
+    queries holds the budget while the answer grows.
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RECENT_QUERIES})
-    query_tokens: int = 32
+    query_tokens: int = field(default=32, kw_only=True)
+    recent: int = 0
     pool: int = 7
 
     def __post_init__(self) -> None:
@@ -30,13 +31,13 @@ class SnapKV(ScoredPolicy):
         if self.pool < 1 or self.pool % 2 == 0:
             raise IncompatiblePlan(f"pool is {self.pool}; use an odd number of positions, 1 for no smoothing")
 
-    def protected(self, group: GroupView, view: SequenceView) -> np.ndarray:
-        at = group.positions
-        newest = max(self.recent, self.query_tokens)
-        return (at >= 0) & ((at < self.sinks) | (at >= view.length - newest))
+    @property
+    def newest(self) -> int:
+        return max(self.recent, self.query_tokens)
 
     def scores(self, group: GroupView, view: SequenceView) -> np.ndarray:
-        return smoothed(group.recent_mass(), group, self.pool)
+        asking = group.positions >= view.length - self.query_tokens
+        return smoothed(np.where(asking, 0.0, group.recent_mass()), group, self.pool)
 
 
 def smoothed(scores: np.ndarray, group: GroupView, pool: int) -> np.ndarray:

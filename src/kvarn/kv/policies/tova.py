@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ class TOVA(ScoredPolicy):
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RECENT_QUERIES})
     recent: int = 1
-    query_tokens: int = 1
+    query_tokens: int = field(default=1, kw_only=True)
 
     def scores(self, group: GroupView, view: SequenceView) -> np.ndarray:
         mass = group.recent_mass()
