@@ -313,14 +313,15 @@ class CacheGroup:
         self.tables.drop(row, columns, self.block_size)
         return tuple(blocks[c] for c in chosen)
 
-    def seal_rows(self, row: int, grown: int) -> None:
+    def seal_rows(self, row: int, grown: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Re-encode the rows' full open blocks that are older than the residual, where the last `grown` tokens made
-        some so. What is sealed hangs on the length alone, not on the chunks in which it came."""
+        some so. What is sealed hangs on the length alone, not on the chunks in which it came. Returns the open blocks
+        and what they were sealed as."""
         if len(self.pools) == 1:
-            return
+            return (), ()
         settled = self.tables.fill[row : row + self.rows_per_seq] - self.plan.residual_tokens
         if (settled // self.block_size == (settled - grown) // self.block_size).all():
-            return
+            return (), ()
         places: list[tuple[int, int]] = []
         for each in range(row, row + self.rows_per_seq):
             settled = max(0, (int(self.tables.fill[each]) - self.plan.residual_tokens) // self.block_size)
