@@ -1,13 +1,14 @@
 """Scores texts through a cache as it is while decoding: teacher forcing, one sequence at a time.
 
 What is scored is *replayed*: its tokens go through the engine as if they had been generated. Within a block nothing is
-sealed or dropped while decoding, so a replay in chunks that end at block boundaries sees exactly the cache that token by
-token decoding sees, at the speed of a prefill.
+sealed or dropped while decoding, so a replay in chunks that end at block boundaries sees exactly the cache that
+decoding token by token sees, at the speed of a prefill.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,12 +51,12 @@ class Usage:
 
 
 class Scorer:
-    """One engine, used for one sequence at a time. `usage` belongs to the last one."""
+    """One engine, used for one sequence at a time. `usages`: what each took, since someone emptied the list."""
 
     def __init__(self, engine: Engine, tick: Tick = lambda tokens: None) -> None:
         self.engine, self._tick = engine, tick
         self._ids = itertools.count()
-        self.usage = Usage(0, 0, 0)
+        self.usages: list[Usage] = []
 
     def score(self, prompt: Sequence[int], replayed: Sequence[int], scored: int | None = None) -> Scores:
         """Feed `prompt`, then `replayed`, and score the last `scored` tokens (None: all that are replayed). The cache's
@@ -92,20 +93,23 @@ class Scorer:
         return torch.stack([rows[at] for at in range(first, first + len(replayed))])
 
     def decode(self, prompt: Sequence[int], new_tokens: int) -> float:
-        """Generate greedily; returns tokens a second of decoding, without the first token, which the prefill gives."""
-        timings = self._run(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-        return (new_tokens - 1) / timings if timings > 0 else 0.0
+        """Generate greedily; returns tokens a second: one over the median duration of a decode step, which what else
+        the machine does moves little."""
+        durations = self._run(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+        steps = durations[-(new_tokens - 1) :]  # the first token comes with the prefill
+        return 1 / statistics.median(steps) if steps else 0.0
 
-    def _run(self, ids: Sequence[int], params: SamplingParams, **how: object) -> float:
-        """Run one request to its end, noting what it took. Returns its seconds of decoding."""
+    def _run(self, ids: Sequence[int], params: SamplingParams, **how: object) -> list[float]:
+        """Run one request to its end, noting what it took. Returns the seconds of each step."""
         request_id = f"eval-{next(self._ids)}"
         cache = self.engine.cache
         cache.reset_peak()
         state = self.engine.add_request(request_id, ids, params, **how)  # pyright: ignore[reportArgumentType]
-        seq_id, held = state.completions[0].seq_id, 0
+        seq_id, held, seconds = state.completions[0].seq_id, 0, []
         while True:
             held = cache.sequence_bytes(seq_id)[0] or held
             result = self.engine.step()
+            seconds.append(result.duration_s)
             self._tick(sum(r.n_tokens for r in result.plan.rows))
             if result.finished:
                 break
@@ -115,5 +119,6 @@ class Scorer:
             raise KvarnError(completion.error)
         if completion.trace is not None:
             held = completion.trace.physical_bytes or held
-        self.usage = Usage(len(ids) + len(completion.token_ids) - 1, held, cache.peak.physical_bytes)
-        return output.timings.decode_s
+        usage = Usage(len(ids) + len(completion.token_ids) - 1, held, cache.peak.physical_bytes)
+        self.usages.append(usage)
+        return seconds

@@ -48,7 +48,7 @@ def ask(bench: Bench, questions: Iterable[Question], prefix: str = "", *, cells:
 
 
 def _both(bench: Bench, q: Question) -> list[_Asked]:
-    forms = {"seen": ([*q.context, *q.question], q.answer)}
+    forms: dict[str, tuple[Sequence[int], Sequence[int]]] = {"seen": ([*q.context, *q.question], q.answer)}
     if bench.drops:
         forms["unseen"] = (q.context, [*q.question, *q.answer])
     scores = {form: bench.scorer.score(prompt, rest, len(q.answer)) for form, (prompt, rest) in forms.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +72,7 @@ def tracking(tokenizer: Tokenizer, settings: Settings, length: int, rng: random.
     names = ["".join(rng.sample(string.ascii_uppercase, 3)) for _ in range(HOPS + 1)]
     value = rng.randrange(10_000, 100_000)
     lines = [f"\nVAR {names[0]} = {value}.\n"]
-    lines += [f"\nVAR {b} = VAR {a}.\n" for a, b in zip(names, names[1:], strict=False)]
+    lines += [f"\nVAR {b} = VAR {a}.\n" for a, b in itertools.pairwise(names)]
     places = sorted(rng.uniform(0.0, 0.95) for _ in lines)
     question = plain(tokenizer, f"\nQuestion: What is the value of VAR {names[-1]}?\nAnswer: VAR {names[-1]} =")
     answer = plain(tokenizer, f" {value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,7 +35,7 @@ class Stream(Task):
         found = bench.scorer.score(ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]).logprobs.tolist()
         within = found[: max(1, bench.trained_tokens - PROMPT_TOKENS)]
         edges = [len(found) * i // PARTS for i in range(PARTS + 1)]
-        parts = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        parts = [(a, b) for a, b in itertools.pairwise(edges) if b > a]
         values = [
             Value(
                 "perplexity_part", perplexity(found[a:b]), b - a, {"from": a + PROMPT_TOKENS, "to": b + PROMPT_TOKENS}

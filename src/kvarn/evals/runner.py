@@ -1,0 +1,159 @@
+"""Runs tasks over cache choices of one model: the weights are loaded once, each task gets a cache of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvarn.core.files import ModelFiles
+from kvarn.core.options import EngineOptions
+from kvarn.engine.build import assemble, check_before_loading
+from kvarn.evals.choices import FULL, EvalChoice
+from kvarn.evals.identity import model_identity
+from kvarn.evals.records import Results, Row
+from kvarn.evals.scoring import Scorer, Tick
+from kvarn.evals.tasks.base import Bench, Settings, Task, Value, load_task
+from kvarn.kernels import load_backend
+from kvarn.kv.choice import policy_of, settled
+from kvarn.models.base import CausalLM
+from kvarn.models.loading import load_model
+from kvarn.text import Tokenizer, load_tokenizer
+
+VERSION = 1  # of what tasks measure: raising it measures everything again
+SPEED = "speed"
+UNSTATED_CONTEXT_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One task over one choice, and whether it was measured before."""
+
+    choice: EvalChoice
+    task: str
+    fingerprint: str
+    cost_tokens: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who hears about the progress: units that begin, tokens that were computed, units with their rows."""
+
+    begin: Callable[[Unit], None] = lambda unit: None
+    tick: Tick = lambda tokens: None
+    end: Callable[[Unit, Sequence[Row]], None] = lambda unit, rows: None
+
+
+class Evaluation:
+    """Everything is checked on construction, before weights are loaded. options: the engine's, without `kv`. Raises
+    UnknownName, IncompatiblePlan, DoesNotFit."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        choices: Sequence[EvalChoice],
+        tasks: Sequence[str],
+        settings: Settings,
+        options: EngineOptions,
+        results: Results,
+    ) -> None:
+        self._files, self._settings, self._results = files, settings, results
+        self._options = replace(options, max_seqs=1, prefix_caching=False)
+        self._choices = tuple(dict.fromkeys((FULL, *choices)))
+        self._tasks = {name: load_task(name) for name in dict.fromkeys((SPEED, *tasks))}
+        for choice in self._choices:
+            check_before_loading(files, settled(replace(choice.options(self._options), context_tokens=None)))
+        self.identity = model_identity(files)
+        self._models: dict[int, CausalLM] = {}
+        self._tokenizer: Tokenizer | None = None
+
+    def units(self, trained_tokens: int | None = None) -> list[Unit]:
+        """What there is to do, choice by choice."""
+        trained = trained_tokens or UNSTATED_CONTEXT_TOKENS
+        found: list[Unit] = []
+        for choice in self._choices:
+            for name, task in self._tasks.items():
+                fingerprint = self._fingerprint(choice, name, task)
+                cost = task.cost_tokens(self._settings, trained)
+                found.append(Unit(choice, name, fingerprint, cost, bool(self._results.of(fingerprint))))
+        return found
+
+    def _fingerprint(self, choice: EvalChoice, name: str, task: Task) -> str:
+        """Of all that the values hang on."""
+        read = {key: getattr(self._settings, key) for key in task.reads}
+        engine = {k: str(getattr(self._options, k)) for k in ("weights", "block_size", "residual_tokens", "backend")}
+        facts = {"version": VERSION, "model": self.identity, "cache": choice.text, "task": name, **engine, **read}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def run(self, listener: Listener | None = None) -> list[Row]:
+        """Measure what has not been measured; returns the rows of all units, in their order."""
+        heard = listener or Listener()
+        rows: list[Row] = []
+        for unit in self.units():
+            if not unit.done:
+                heard.begin(unit)
+                self._results.add(self._measure(unit, heard.tick))
+                heard.end(unit, self._results.of(unit.fingerprint))
+            rows += self._results.of(unit.fingerprint)
+        return rows
+
+    def _measure(self, unit: Unit, tick: Tick) -> list[Row]:
+        task = self._tasks[unit.task]
+        scorer = self._scorer(unit.choice, task, tick)
+        full = scorer if unit.choice.is_full else self._scorer(FULL, task, tick)
+        policy = policy_of(unit.choice.params)
+        drops = policy is not None and policy.decides
+        bench = Bench(scorer, full, self._loaded_tokenizer(), self._trained_tokens(), drops)
+        values = task.run(bench, self._settings)
+        longest = max(scorer.usages, key=lambda u: u.tokens)
+        speed = self._speed(unit, values)
+        peak = max(u.peak_bytes for u in scorer.usages)
+        return [
+            Row(
+                cache=unit.choice.text,
+                task=unit.task,
+                metric=value.metric,
+                value=value.value,
+                physical_bytes_peak=peak,
+                bytes_per_token=longest.held_bytes / longest.tokens,
+                decode_tokens_per_s=speed,
+                model=self._files.name,
+                seed=self._settings.seed,
+                n=value.n,
+                detail=dict(value.detail),
+                fingerprint=unit.fingerprint,
+                of_rows=len(values),
+            )
+            for value in values
+        ]
+
+    def _speed(self, unit: Unit, values: Sequence[Value]) -> float:
+        """The choice's decode speed, which its first unit measured."""
+        if unit.task == SPEED:
+            return values[0].value
+        return self._results.of(self._fingerprint(unit.choice, SPEED, self._tasks[SPEED]))[0].value
+
+    def _scorer(self, choice: EvalChoice, task: Task, tick: Tick) -> Scorer:
+        """An engine with a cache that holds one sequence as long as the task needs, and no less than the budget."""
+        needed = task.context_tokens(self._settings, self._trained_tokens())
+        budget = getattr(policy_of(choice.params), "budget", None)
+        context = max(needed, budget.tokens or 0 if budget is not None else 0)
+        options = replace(choice.options(self._options), context_tokens=context)
+        backend = load_backend(options.backend)
+        model = self._loaded_model(choice.share_layers)
+        return Scorer(assemble(model, self._loaded_tokenizer(), backend, options).engine, tick)
+
+    def _loaded_model(self, share_layers: int) -> CausalLM:
+        if share_layers not in self._models:
+            self._models[share_layers] = load_model(self._files, self._options.weights, share_layers)
+        return self._models[share_layers]
+
+    def _loaded_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._files)
+        return self._tokenizer
+
+    def _trained_tokens(self) -> int:
+        return self._loaded_model(1).max_context_tokens or UNSTATED_CONTEXT_TOKENS
