@@ -118,18 +118,28 @@ inline Partial take_partial(Scratch& m, const Shape& h) {
 
 // One head's rotated vector as floats; in the activations' precision, as an unfused rotation would leave it.
 inline void load_rotated(const void* x, int64_t first, int dim, int dtype, const Rotation& rope, int64_t token, float* out) {
-  for (int i = 0; i < dim; i++) out[i] = load_as_float(x, first + i, dtype);
+  int i = 0;
+  for (; i + W <= dim; i += W) store(out + i, load_vf(x, first + i, dtype));
+  for (; i < dim; i++) out[i] = load_as_float(x, first + i, dtype);
   if (rope.cos == nullptr) return;
-  const float *cos = rope.cos + token * rope.half, *sin = rope.sin + token * rope.half;
-  for (int i = 0; i < rope.half; i++) {
-    float a = out[i], b = out[i + rope.half];
-    out[i] = a * cos[i] - b * sin[i];
-    out[i + rope.half] = b * cos[i] + a * sin[i];
+  const int half = rope.half;
+  const float *cos = rope.cos + token * half, *sin = rope.sin + token * half;
+  for (i = 0; i + W <= half; i += W) {
+    vf a = load<vf>(out + i), b = load<vf>(out + i + half), c = load<vf>(cos + i), s = load<vf>(sin + i);
+    vf first_half = a * c - b * s, second_half = b * c + a * s;
+    if (dtype == kBFloat16) first_half = bf16_vf(vf_bf16(first_half)), second_half = bf16_vf(vf_bf16(second_half));
+    store(out + i, first_half);
+    store(out + i + half, second_half);
   }
-  if (dtype == kBFloat16)
-    for (int i = 0; i < 2 * rope.half; i++) out[i] = bf16_float(float_bf16(out[i]));
+  for (; i < half; i++) {
+    float a = out[i], b = out[i + half], turned[2] = {a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]};
+    for (int j = 0; j < 2; j++) {
+      if (dtype == kBFloat16) turned[j] = bf16_float(float_bf16(turned[j]));
+      out[i + j * half] = turned[j];
+    }
+  }
   if (dtype == kFloat16)
-    for (int i = 0; i < 2 * rope.half; i++) out[i] = f16_float(float_f16(out[i]));
+    for (i = 0; i < 2 * half; i++) out[i] = f16_float(float_f16(out[i]));
 }
 
 inline void stage_queries(const Step& s, const AttendCall& c, const Shape& h, const Tile& t, const Work& w) {
@@ -140,7 +150,9 @@ inline void stage_queries(const Step& s, const AttendCall& c, const Shape& h, co
     load_rotated(c.q, first, s.k_dim, c.dtype, c.rope, token, q);
     if (h.need_dot) {
       auto* pairs = reinterpret_cast<uint16_t*>(w.q_dot + int64_t(r) * (s.k_dim / 2));
-      for (int i = 0; i < s.k_dim; i++) pairs[i] = float_bf16(q[i]);
+      int i = 0;
+      for (; i + W <= s.k_dim; i += W) store(pairs + i, vf_bf16(load<vf>(q + i)));
+      for (; i < s.k_dim; i++) pairs[i] = float_bf16(q[i]);
     }
     if (h.need_turbo) {
       float* turned = w.q_turbo + int64_t(r) * s.k_dim;
@@ -502,8 +514,10 @@ inline void finish(const Step& s, const AttendCall& c, const Shape& h, const Til
       peak = top;
     }
     float inverse = sum > 0.0f ? keep / sum : 0.0f;
-    for (int i = 0; i < s.v_dim; i++)
-      store_float(c.out, head * s.v_dim + i, c.dtype, p.mix[int64_t(r) * h.padded_v + i] * inverse);
+    const float* mix = p.mix + int64_t(r) * h.padded_v;
+    int i = 0;
+    for (; i + W <= s.v_dim; i += W) store_vf(c.out, head * s.v_dim + i, c.dtype, load<vf>(mix + i) * inverse);
+    for (; i < s.v_dim; i++) store_float(c.out, head * s.v_dim + i, c.dtype, mix[i] * inverse);
     if (c.lse != nullptr) c.lse[head] = sum > 0.0f ? peak + __builtin_logf(sum) : -__builtin_inff();
   }
 }
