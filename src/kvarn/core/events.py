@@ -32,20 +32,22 @@ class BlocksTaken(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksDropped(Event):
-    """Blocks that left a sequence's table; `why` in a few words."""
+    """Blocks that left a sequence's table; `why` in a few words. pools: of each block, the pool it belongs to."""
 
     group: int
     blocks: tuple[int, ...]
     why: str
+    pools: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksSealed(Event):
-    """Full blocks re-encoded: open block -> sealed block, pairwise."""
+    """Full blocks re-encoded: open block -> block of the pool `pool`, pairwise."""
 
     group: int
     source: tuple[int, ...]
     target: tuple[int, ...]
+    pool: int = 1
 
 
 @dataclass(frozen=True, slots=True)

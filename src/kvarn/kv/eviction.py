@@ -12,8 +12,10 @@ import torch
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.table import OPEN
 
+Gone = list[tuple[int, int]]  # (pool, block)
 
-def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> list[int] | None:
+
+def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> Gone | None:
     """Of the sequence whose first row is `row`, keep the places of keep [R, S] bool. Returns the blocks given back, or
     None (and nothing changed) where a shared block would have to be copied and no block is free."""
     if not _own_changed_blocks(group, row, keep):
@@ -36,13 +38,16 @@ def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> list[int] | No
     return _shorten(group, row, keep)
 
 
-def drop_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> list[int]:
+def drop_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:
     """Give back the full blocks of which keep [R, S] keeps no place; all others stay whole. Returns the blocks."""
-    gone: list[int] = []
+    gone: Gone = []
     for offset in range(group.rows_per_seq):
         full = int(group.tables.fill[row + offset]) // group.block_size
         kept = keep[offset, : full * group.block_size].reshape(full, group.block_size).any(1)
-        gone += group.drop_columns(row + offset, np.flatnonzero(~kept))
+        columns = np.flatnonzero(~kept)
+        if columns.size:
+            pools = group.tables.pool[row + offset, columns].tolist()
+            gone += zip(pools, group.drop_columns(row + offset, columns), strict=True)
     return gone
 
 
@@ -78,9 +83,10 @@ def _pack_row(
         dropped.append((pool, _slots_of(group, row, places[~kept])))
 
 
-def _shorten(group: CacheGroup, row: int, keep: np.ndarray) -> list[int]:
+def _shorten(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:
     """Give back the blocks behind each region's new end; a row's fill is what is left."""
-    size, gone = group.block_size, []
+    size = group.block_size
+    gone: Gone = []
     for offset in range(group.rows_per_seq):
         each, left = row + offset, 0
         columns: list[np.ndarray] = []
@@ -92,7 +98,7 @@ def _shorten(group: CacheGroup, row: int, keep: np.ndarray) -> list[int]:
         spare = np.concatenate(columns)
         pools, blocks = group.tables.entries(each)
         group.give_back([pools[c] for c in spare], [blocks[c] for c in spare])
-        gone += [blocks[c] for c in spare]
+        gone += [(pools[c], blocks[c]) for c in spare]
         group.tables.drop(each, spare, 0)
         group.tables.fill[each] = left
     return gone

@@ -326,16 +326,16 @@ class CacheGroup:
         for each in range(row, row + self.rows_per_seq):
             settled = max(0, (int(self.tables.fill[each]) - self.plan.residual_tokens) // self.block_size)
             places += self._open_places(each, settled)
-        if places:
-            self._seal(places)
+        sealed = self._seal(places) if places else ((), ())
         self.break_promises(row)
+        return sealed
 
     def _open_places(self, row: int, columns: int) -> list[tuple[int, int]]:
         """(row, column) of the open blocks among a row's first columns."""
         leading = self.tables.pool[row, : min(columns, int(self.tables.length[row]))]
         return [(row, int(c)) for c in np.flatnonzero(leading == OPEN)]
 
-    def _seal(self, places: list[tuple[int, int]]) -> None:
+    def _seal(self, places: list[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Seal the open blocks at these (row, column), as far as a step has not done so already."""
         self._promise([p for p in places if p not in self._promised])
         fresh = [(p, self._promised[p]) for p in places if not self._promised[p].encoded]
@@ -351,6 +351,7 @@ class CacheGroup:
                 self._sealed_as[source] = target
             sources_left.append(source)
         self.give_back([OPEN] * len(places), sources_left)
+        return tuple(sources_left), tuple(int(self.tables.block[p]) for p in places)
 
     # -- sealing ahead, within a step -------------------------------------------------------------------------------
     def sealed_columns(self, row: int, ahead: int) -> int:

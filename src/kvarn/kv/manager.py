@@ -12,6 +12,7 @@ import torch
 
 from kvarn.core.events import (
     BlocksDropped,
+    BlocksSealed,
     BlocksTaken,
     EventSink,
     PrefixEvicted,
@@ -251,12 +252,14 @@ class CacheManager:
         state.token_ids.extend(token_ids)
         state.length += kept
         state.filled = False
-        for group, row in zip(self.groups, state.rows, strict=True):
+        for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
             if written > kept:
                 group.empty_slots(row, kept, written)
             if group.advance(row, kept):
                 state.filled = True
-            group.seal_rows(row, kept)
+            source, target = group.seal_rows(row, kept)
+            if source:
+                self._emit(BlocksSealed(seq_id, index, source, target))
         if state.filled and self.prefixes is not None:
             self.prefixes.feed(state)
         for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
@@ -313,7 +316,9 @@ class CacheManager:
             gone = drop_blocks(group, row, keep) if whole else keep_places(group, row, keep)
             if gone is None:
                 return False
-            self._emit(BlocksDropped(seq_id, index, tuple(gone), decision.note))
+            self._emit(
+                BlocksDropped(seq_id, index, tuple(b for _, b in gone), decision.note, tuple(p for p, _ in gone))
+            )
         self._note_slots(state)
         return True
 

@@ -117,7 +117,7 @@ class BlockPool:
         self.positions[list(targets)] = positions
         self.stored_slots += int(np.count_nonzero(positions >= 0))
         if other.mass is not None:
-            self.add_mass(np.asarray(targets), other.mass[list(sources)])
+            self.add_mass(np.asarray(targets, dtype=np.int64), other.mass[list(sources)])
 
     def check(self) -> None:
         """The ledger balances: free + held == total, free exactly where unreferenced, and free slots hold nothing."""

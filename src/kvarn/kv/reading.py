@@ -83,8 +83,8 @@ class TensorReader:
         layer, head = divmod(row, group.spec.kv_heads)
         size = kept.shape[2] // group.spec.kv_heads
         q = kept[layer, :, head * size : (head + 1) * size]
-        at = torch.from_numpy(group_view(group, self.row, self.length, None).positions[row])
-        k = self._row_keys(row)[: len(at)]
+        longest = int(group.tables.fill[group.rows(self.row)].max(initial=0))
+        at, k = self._row(row, longest)
         scores = torch.einsum("wgd,sd->wgs", q, k) * ring.params.scale
         if ring.params.soft_cap:
             scores = ring.params.soft_cap * torch.tanh(scores / ring.params.soft_cap)
@@ -92,19 +92,23 @@ class TensorReader:
         seen = (at >= 0) & (at <= asked[:, None])
         return torch.softmax(scores.masked_fill(~seen[:, None], -torch.inf), dim=-1).numpy()
 
-    def _row_keys(self, row: int) -> Tensor:
-        """[S, D] float32 of one row at grain `head`, zero where there is nothing."""
+    def _row(self, row: int, places: int) -> tuple[Tensor, Tensor]:
+        """Positions [places] and keys [places, D] float32 of one row at grain `head`; -1 and 0 where nothing is."""
         group = self.group
         layer, head = divmod(row, group.spec.kv_heads)
         pools, blocks = group.tables.entries(self.row + row)
+        positions = torch.full((len(blocks), group.block_size), EMPTY, dtype=torch.int32)
         k = torch.zeros((len(blocks), group.block_size, group.spec.k_dim))
         for index, view in enumerate(group.views):
             at = [c for c, p in enumerate(pools) if p == index]
             if at:
                 ids = torch.tensor([blocks[c] for c in at])
+                positions[at] = view.positions[ids]
                 k[at] = group.backend.decode(view, ids)[0][:, layer, head].transpose(-1, -2)
-                k[at] = k[at].masked_fill(view.positions[ids][..., None] < 0, 0.0)
-        return k.flatten(0, 1)
+        k = k.masked_fill(positions[..., None] < 0, 0.0).flatten(0, 1)[:places]
+        short = places - len(k)
+        padded = torch.nn.functional.pad(positions.flatten()[:places], (0, short), value=EMPTY)
+        return padded, torch.nn.functional.pad(k, (0, 0, 0, short))
 
     def _ring(self) -> tuple[Tensor, QueryRing]:
         assert self.ring is not None and self.ring.kept is not None, "the policy did not ask for recent queries"

@@ -82,7 +82,8 @@ def _parts(group: CacheGroup, first_rows: np.ndarray, counts: np.ndarray) -> lis
     for row, n in zip(first_rows.tolist(), counts.tolist(), strict=True):
         offsets = [0, *group.seal_borders(row, n), n]
         for at, end in itertools.pairwise(offsets):
-            parts.append(_Part(row, begin + at, end - at, group.sealed_columns(row, at)))
+            # what is sealed before the step stands in the tables; rows of unequal length have no borders
+            parts.append(_Part(row, begin + at, end - at, group.sealed_columns(row, at) if at else 0))
         begin += n
     return parts
 
