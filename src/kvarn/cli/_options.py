@@ -93,9 +93,10 @@ def engine_options() -> Callable[[F], F]:
             click.option(
                 "--residual-tokens",
                 type=int,
-                default=32,
+                default=0,
                 show_default=True,
-                help="Newest tokens that a quantized format leaves in full precision.",
+                help="Newest tokens that a quantized format leaves in full precision (KIVI). Above 0, its prefixes are "
+                "not shared.",
             ),
             click.option(
                 "--prefix-caching/--no-prefix-caching",

@@ -78,7 +78,7 @@ class Share(click.ParamType):
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: kvarn-eval/MODEL.")
 @click.option("--weights", default="native", show_default=True, help="float32, bfloat16 or native.")
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a block.")
-@click.option("--residual-tokens", type=click.IntRange(0), default=32, show_default=True)
+@click.option("--residual-tokens", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built).")
 @click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads (default: as PyTorch decides).")
 def COMMAND(
@@ -86,8 +86,7 @@ def COMMAND(
 ) -> None:
     """Measure what cache choices cost in quality, memory and speed.
 
-    MODEL as in kvarn run. Results go to DIR: results.jsonl, memory.svg, speed.svg, report.html and, where needle ran,
-    needle.svg. Run again, it measures only what DIR does not hold yet. A choice is what --kv of kvarn run takes;
+    MODEL as in kvarn run. Results go to DIR: results.jsonl, report.html, and pictures as SVG and PNG. Run again, it measures only what DIR does not hold yet. A choice is what --kv of kvarn run takes;
     share=N before it measures --share-layers N.
     """
     from kvarn.evals.choices import parse_eval_choices  # noqa: PLC0415  (torch, which the help pages must not load)
@@ -155,6 +154,8 @@ def _done_line(unit: Unit, rows: Sequence[Row]) -> str:
 
 
 def _show(rows: Sequence[Row], budget: float, out: Path) -> None:
+    """The table and the verdict to stdout, the pictures and the page into `out`."""
+    from kvarn.evals.report import save_report  # noqa: PLC0415
     from kvarn.evals.summary import summaries, verdict_lines  # noqa: PLC0415
     from kvarn.evals.table import results_table  # noqa: PLC0415
 
@@ -162,3 +163,5 @@ def _show(rows: Sequence[Row], budget: float, out: Path) -> None:
     console.print(results_table(rows))
     for line in verdict_lines(summaries(rows), budget):
         console.print(line, markup=False, soft_wrap=True)
+    *_, page = save_report(rows, budget, out)
+    console.print(f"results and pictures: {page}", markup=False, soft_wrap=True)

@@ -21,8 +21,8 @@ class EngineOptions:
     that single requests may ask for. share_layers: so many neighbouring layers use the first one's cache.
     kv_memory_bytes: budget of all pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step
     at most (prefill chunks and decode rows together). residual_tokens: newest tokens that stay in full precision before
-    a quantized format seals them. grain: how finely block tables are cut. prefix_caching: keep the blocks of finished
-    sequences for those that begin alike. poison: fill free slots with NaN, so that reading one shows (tests).
+    a quantized format seals them; above 0, its prefixes are not shared. grain: how finely block tables are cut.
+    prefix_caching: keep the blocks of finished sequences for those that begin alike. poison: fill free slots with NaN, so that reading one shows (tests).
     """
 
     weights: str = "native"
@@ -36,7 +36,7 @@ class EngineOptions:
     context_tokens: int | None = None
     max_seqs: int = 64
     step_tokens: int = 512
-    residual_tokens: int = 32
+    residual_tokens: int = 0
     backend: str | None = None
     threads: int | None = None
     grain: Grain = "group"

@@ -74,11 +74,17 @@ def assemble(
         recompute_all=plan.mode == "none",
     )
     model_id = f"{fingerprint} {options.weights} {backend.name} share_layers={options.share_layers}"
-    shares = options.prefix_caching and not model.rope_by_length
+    shares = options.prefix_caching and not model.rope_by_length and not _residual_is_lossy(plan)
     cache = _cache(plan, model, backend, options, emit, model_id if shares else None)
     policy = policy_of(CacheParams(policy=options.policy))
     engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache), policy=policy)
     return Parts(model, tokenizer, plan, engine)
+
+
+def _residual_is_lossy(plan: CachePlan) -> bool:
+    """A residual makes what a query reads of a block depend on how far behind it the block lies, so a sequence that
+    takes sealed blocks over would read others than one that computes them: such prefixes are not shared."""
+    return plan.residual_tokens > 0 and any(len(group.pools) > 1 for group in plan.groups)
 
 
 def check_before_loading(files: ModelFiles, options: EngineOptions) -> None:
