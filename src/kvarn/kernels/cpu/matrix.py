@@ -45,9 +45,9 @@ class Matrix:
     __slots__ = ("_keep", "_native", "rows", "width")
 
     def __init__(self, held: Codes, width: int, bias: Tensor | None = None, isa: str | None = None) -> None:
-        data = pack(held)
+        data, shift = pack(held), None if bias is None else bias.float().contiguous()
         self.rows, self.width = held.codes.shape[0], width
-        self._keep = (data,) if bias is None else (data, bias.float().contiguous())
+        self._keep = (data,) if shift is None else (data, shift)
         self._native = _native.Matrix(
             isa or _native.instruction_sets()[0],
             data.data_ptr(),
@@ -57,7 +57,7 @@ class Matrix:
             held.group,
             held.bits,
             -1 if held.offset is not None else held.zero,
-            0 if bias is None else self._keep[1].data_ptr(),
+            0 if shift is None else shift.data_ptr(),
         )
 
     def product(self, x: Tensor, dtype: torch.dtype | None = None, residual: Tensor | None = None) -> Tensor:
