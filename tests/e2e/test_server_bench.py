@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvarn.cli._frame import run
+from support.models import write_model_directory
 from support.serving import Running, running_server
 
 SMALL = ["--prompt-tokens", "2:6", "--output-tokens", "3:5", "--system-tokens", "5", "--conversations", "6"]
@@ -54,3 +58,33 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "serve", "localhost"]) == 2
     assert "is no address" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_that_is_started_for_the_measurement(tmp_path: Path) -> None:
+    """It runs while it is measured, and no longer."""
+    model, out = write_model_directory(tmp_path / "tiny"), tmp_path / "out.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = f"{sys.executable} -m kvarn serve {model} --port {port}"
+    url = f"http://127.0.0.1:{port}"
+    code = run(["bench", "serve", f"own={url}", *SMALL, "--start", f"own={command}", "--json", str(out)])
+    assert code == 0
+    assert json.loads(out.read_text())["runs"][0]["failed"] == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [
+        ("x=sleep 1", "names no server"),
+        ("own=", "names no server"),
+        ("own=/no/such/program", "cannot start"),
+        (f"own={sys.executable} -c 'raise SystemExit(\"no luck\")'", "ended with code 1: no luck"),
+    ],
+)
+def test_a_server_that_does_not_start(capsys: pytest.CaptureFixture[str], start: str, why: str) -> None:
+    assert run(["bench", "serve", "own=http://127.0.0.1:9", *SMALL, "--start", start]) == 2
+    assert why in capsys.readouterr().err

@@ -11,10 +11,13 @@ import httpx
 
 from kvarn.core.errors import InvalidRequest
 
+DONE = b"data: [DONE]"
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server. api: 'chat' or 'completions'. ignore_eos: ask for answers of exactly the wished length."""
+    """A server. api: 'chat' or 'completions'. ignore_eos: ask for answers of exactly the wished length. command: starts
+    it for the time of its measurement; None: it runs."""
 
     name: str
     url: str
@@ -22,6 +25,7 @@ class Target:
     api: str = "chat"
     api_key: str | None = None
     ignore_eos: bool = True
+    command: str | None = None
 
 
 @dataclass(slots=True)
@@ -101,13 +105,13 @@ async def send(http: httpx.AsyncClient, target: Target, body: dict[str, Any], re
 
 async def _read(response: httpx.Response, record: Record, begun: float) -> None:
     texts: list[str] = []
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
-            break
-        _take(json.loads(data), record, texts, time.perf_counter() - begun)
+    rest = b""
+    async for piece in response.aiter_bytes():
+        at_s = time.perf_counter() - begun
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and not line.startswith(DONE):
+                _take(json.loads(line[5:]), record, texts, at_s)
     record.text = "".join(texts)
     record.output_tokens = record.output_tokens or len(record.pieces_s)
 

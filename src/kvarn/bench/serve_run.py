@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
@@ -36,7 +36,7 @@ async def with_model(target: Target, timeout_s: float) -> Target:
         return target
     async with open_http(1, timeout_s) as http:
         model = await find_model(http, target.url, headers_of(target))
-    return Target(target.name, target.url, model, target.api, target.api_key, target.ignore_eos)
+    return replace(target, model=model)
 
 
 async def play(

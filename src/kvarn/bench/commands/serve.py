@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import click
 from rich.console import Console
 
 from kvarn.bench.serve_client import Target
-from kvarn.bench.serve_load import LoadSpec, draw_load, parse_lengths
+from kvarn.bench.serve_launch import launched
+from kvarn.bench.serve_load import Conversation, LoadSpec, draw_load, parse_lengths
 from kvarn.bench.serve_report import Goal, Summary, plot, summarise, table
 from kvarn.bench.serve_run import Run, play, with_model
 from kvarn.core.errors import InvalidRequest
@@ -42,6 +44,10 @@ RUN_NAMES = ("cold", "warm")
 @click.option("--stop-at-eos", is_flag=True, help="Let answers end early; else ignore_eos is asked for.")
 @click.option("--goal-ttft-ms", type=float, help="Goodput: first token within so long.")
 @click.option("--goal-tpot-ms", type=float, help="Goodput: mean token within so long.")
+@click.option(
+    "--start", "starts", multiple=True, metavar="NAME=COMMAND", help="Run COMMAND while the server NAME is measured."
+)
+@click.option("--start-timeout-s", type=float, default=300.0, show_default=True, help="Until a started server answers.")
 @click.option("--timeout-s", type=float, default=600.0, show_default=True, help="Of one read from a server.")
 @click.option(
     "--json",
@@ -60,6 +66,7 @@ def COMMAND(urls: tuple[str, ...], json_path: Path | None, plot_path: Path | Non
         --system-tokens 1000 --repeat 2
     """
     targets = [_target(url, given) for url in urls or ("http://127.0.0.1:8000",)]
+    targets = _with_commands(targets, given["starts"])
     spec = LoadSpec(
         conversations=given["conversations"],
         turns=given["turns"],
@@ -72,7 +79,7 @@ def COMMAND(urls: tuple[str, ...], json_path: Path | None, plot_path: Path | Non
         seed=given["seed"],
     )
     goal = Goal(*(ms / 1000 if ms is not None else None for ms in (given["goal_ttft_ms"], given["goal_tpot_ms"])))
-    runs = asyncio.run(_play_all(targets, spec, max(1, repeat), given["timeout_s"]))
+    runs = _play_all(targets, spec, max(1, repeat), given["timeout_s"], given["start_timeout_s"])
     summaries = [summarise(run, goal) for run in runs]
     _show(summaries, spec, json_path)
     if plot_path is not None:
@@ -88,20 +95,43 @@ def _target(text: str, given: dict[str, Any]) -> Target:
     return Target(name, url, given["model"], given["api"], given["api_key"], not given["stop_at_eos"])
 
 
-async def _play_all(targets: list[Target], spec: LoadSpec, repeat: int, timeout_s: float) -> list[Run]:
+def _with_commands(targets: list[Target], starts: tuple[str, ...]) -> list[Target]:
+    """Raises InvalidRequest for a command of a server that is not measured."""
+    commands: dict[str, str] = {}
+    for start in starts:
+        name, _, commands[name] = start.partition("=")
+        if not commands[name] or name not in {t.name for t in targets}:
+            known = ", ".join(t.name for t in targets)
+            raise InvalidRequest(f"--start {start!r} names no server", fixes=(f"NAME=COMMAND with NAME of {known}",))
+    return [replace(t, command=commands.get(t.name)) for t in targets]
+
+
+def _play_all(
+    targets: list[Target], spec: LoadSpec, repeat: int, timeout_s: float, start_timeout_s: float
+) -> list[Run]:
+    """The same load against each, one after the other."""
     load = draw_load(spec)
-    console = Console(stderr=True)
-    known = [await with_model(t, timeout_s) for t in targets]
+    runs: list[Run] = []
+    for target in targets:
+        with launched(target.command, target.url, start_timeout_s):
+            runs += asyncio.run(_play_one(target, spec, load, repeat, timeout_s))
+    return runs
+
+
+async def _play_one(
+    target: Target, spec: LoadSpec, load: Sequence[Conversation], repeat: int, timeout_s: float
+) -> list[Run]:
+    known = await with_model(target, timeout_s)
     runs = []
-    for target in known:
-        for index in range(repeat):
-            name = "" if repeat == 1 else (RUN_NAMES[index] if index < len(RUN_NAMES) else f"run {index + 1}")
-            with console.status(f"{target.name} {name}") as status:
+    for index in range(repeat):
+        name = "" if repeat == 1 else (RUN_NAMES[index] if index < len(RUN_NAMES) else f"run {index + 1}")
+        what = f"{target.name} {name}".strip()
+        with Console(stderr=True).status(what) as status:
 
-                def progress(done: int, total: int, shown: Any = status, what: str = f"{target.name} {name}") -> None:
-                    shown.update(f"{what}: {done} of {total}")
+            def progress(done: int, total: int, shown: Any = status, what: str = what) -> None:
+                shown.update(f"{what}: {done} of {total}")
 
-                runs.append(await play(target, spec, load, name=name, timeout_s=timeout_s, progress=progress))
+            runs.append(await play(known, spec, load, name=name, timeout_s=timeout_s, progress=progress))
     return runs
 
 
