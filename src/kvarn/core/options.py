@@ -22,7 +22,8 @@ class EngineOptions:
     kv_memory_bytes: budget of all pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step
     at most (prefill chunks and decode rows together). residual_tokens: newest tokens that stay in full precision before
     a quantized format seals them; above 0, its prefixes are not shared. grain: how finely block tables are cut.
-    prefix_caching: keep the blocks of finished sequences for those that begin alike. poison: fill free slots with NaN, so that reading one shows (tests).
+    prefix_caching: keep the blocks of finished sequences for those that begin alike. poison: fill free slots with NaN,
+    so that reading one shows (tests).
     """
 
     weights: str = "native"
