@@ -158,6 +158,14 @@ class StepKernel(Protocol):
         dtype. lse [T, Hq] float32 is filled where given."""
         ...
 
+    def rope(self, x: Tensor, rope: Rope) -> Tensor:
+        """x [T, heads, D], rotated."""
+        ...
+
+    def add_mass(self, q: Tensor, lse: Tensor, layer: int, params: AttendParams, mass: Tensor) -> None:
+        """As `Backend.add_mass`, over this step's rows and tables."""
+        ...
+
 
 class Backend(Protocol):
     """One implementation of the operations. All are pure but for the tensors that their names say they write."""

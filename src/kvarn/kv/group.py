@@ -15,6 +15,7 @@ import torch
 from kvarn.core.options import CachePlan, GroupPlan
 from kvarn.kernels.api import Backend, PoolView, TableView
 from kvarn.kv.pool import BlockPool
+from kvarn.kv.signals import MassBook
 from kvarn.kv.sizing import blocks_for, sequence_blocks, spec_as_held, table_columns
 from kvarn.kv.storage import PoolStorage
 from kvarn.kv.table import OPEN, BlockTables
@@ -50,6 +51,7 @@ class CacheGroup:
         self._pool_of, self._block_of = torch.from_numpy(self.tables.pool), torch.from_numpy(self.tables.block)
         self._length_of = torch.from_numpy(self.tables.length)
         self._sealed_as: dict[int, int] = {}
+        self._mass_book = MassBook()
         self._promised: dict[tuple[int, int], Promise] = {}
         self._open_columns = 0
         if poison:
@@ -120,6 +122,7 @@ class CacheGroup:
 
     def clear_row(self, row: int) -> None:
         """Give back all blocks of the sequence, and its rows."""
+        self.settle_mass()
         if self._promised:
             self.break_promises(row)
         for each in range(row, row + self.rows_per_seq):
@@ -395,6 +398,20 @@ class CacheGroup:
         rows = range(row, row + self.rows_per_seq)
         for place in [p for p in self._promised if p[0] in rows]:
             self.free_reference(SEALED, self._promised.pop(place).block)
+
+    # -- attention mass ---------------------------------------------------------------------------------------------
+    def open_mass(self, first_rows: tuple[int, ...]) -> torch.Tensor:
+        """Where the kernels count the mass of these sequences: [L, S, H, C, B]."""
+        shape = (len(self.layers), len(first_rows), self.spec.kv_heads, self.tables.columns, self.block_size)
+        if (mass := self._mass_book.open(first_rows, shape)) is None:
+            self.settle_mass()
+            mass = self._mass_book.open(first_rows, shape)
+        assert mass is not None, "a settled book is empty"
+        return mass
+
+    def settle_mass(self) -> None:
+        """What was counted goes to the slots' own counters: before a policy reads them, or tables change."""
+        self._mass_book.settle(self.pools, self.tables)
 
     # -- looking --------------------------------------------------------------------------------------------------
     def named(self, rows: list[int]) -> list[Counter[int]]:

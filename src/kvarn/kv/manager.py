@@ -179,6 +179,8 @@ class CacheManager:
         if len(self.sequences) >= self.plan.max_seqs:
             return self._no_slot()
         parent = self.sequences[parent_id]
+        for group in self.groups:
+            group.settle_mass()
         rows = tuple(g.take_row() for g in self.groups)
         child = SequenceState(child_id, rows, parent.length, parent.length, list(parent.token_ids))
         self.sequences[child_id] = child
@@ -236,12 +238,10 @@ class CacheManager:
         return step
 
     def settle(self, step: CacheStep) -> None:
-        """The model ran: what policies wanted to know of the step goes to the slots' own counters."""
+        """The model ran: what the step sealed on its way is sealed."""
         for group, part in zip(self.groups, step.groups, strict=True):
             if part.seals is not None:
                 group.note_encoded()
-            if part.signals is not None:
-                part.signals.settle(group.pools, group.tables, part.table.first_row.numpy())
 
     def commit(self, seq_id: int, token_ids: Sequence[int], written_tokens: int | None = None) -> None:
         """The first len(token_ids) of the tokens that the step wrote stay; the others' slots are emptied (rejected
@@ -298,6 +298,8 @@ class CacheManager:
         longest = max(int(g.tables.fill[g.rows(r)].max()) for g, r in zip(self.groups, state.rows, strict=True))
         if not policy.due(state.length, state.prompt_tokens, longest, self.plan.block_size, per_token):
             return None
+        for group in self.groups:
+            group.settle_mass()
         rings = state.rings or (None,) * len(self.groups)
         views = tuple(
             group_view(g, r, state.length, ring) if governed(g.spec) else None
@@ -309,6 +311,8 @@ class CacheManager:
     def apply(self, seq_id: int, decision: Decision) -> bool:
         """Act on a decision. False, and no more is changed, where a shared block had to be copied and none is free."""
         state = self.sequences[seq_id]
+        for group in self.groups:
+            group.settle_mass()
         for index, (group, row, keep) in enumerate(zip(self.groups, state.rows, decision.keep, strict=True)):
             if keep is None:
                 continue

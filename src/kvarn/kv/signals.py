@@ -1,6 +1,7 @@
 """What policies read beside positions, collected while a step runs: attention mass a slot, and the last queries.
 
-Only sequences whose policy asks pay: the mass needs a second pass over their blocks, the queries a copy of a few rows.
+Only sequences whose policy asks pay. The mass needs a second pass over their keys a layer, and a counter of 4 bytes for
+each slot, layer and KV head that a sequence's table rows could hold; the queries need w rows of them a layer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvarn.kernels.api import AttendParams, Backend, PoolView, StepRows, TableView
+from kvarn.kernels.api import AttendParams, Backend, PoolView, StepKernel, StepRows, TableView
 from kvarn.kv.pool import BlockPool
 from kvarn.kv.table import BlockTables
 
@@ -31,81 +32,119 @@ NOTHING = Wants(False, None)
 
 @dataclass(slots=True)
 class QueryRing:
-    """The last w queries of a sequence in every layer of a group, oldest first: kept [L, w, Hq, D], float32."""
+    """The last w queries of a sequence in every layer of a group. stored [L, w, Hq, D] float32, query number i at
+    i % w; seen: queries so far."""
 
     w: int
-    kept: Tensor | None = None
+    stored: Tensor | None = None
     params: AttendParams | None = None
+    seen: int = 0
 
     def push(self, layer: int, layers: int, q: Tensor, params: AttendParams) -> None:
-        """q [t, Hq, D], rotated: the newest queries of this layer."""
-        newest = q[-self.w :].float()
-        if self.kept is None:
-            self.kept = newest.new_zeros((layers, 0, *newest.shape[1:]))
+        """q [t, Hq, D], rotated: the newest queries of this layer; layers come in order, 0 first."""
+        if self.stored is None:
+            self.stored = torch.zeros((layers, self.w, *q.shape[1:]))
         if layer == 0:
-            self._make_room(len(newest))
-        self.kept[layer, self.kept.shape[1] - len(newest) :] = newest
+            self.seen += len(q)
+        newest = q[-self.w :]
+        at = torch.arange(self.seen - len(newest), self.seen) % self.w
+        self.stored[layer, at] = newest.float()
         self.params = params
 
-    def _make_room(self, n: int) -> None:
-        assert self.kept is not None
-        old = self.kept[:, max(0, self.kept.shape[1] + n - self.w) :]
-        fresh = old.new_zeros((old.shape[0], old.shape[1] + n, *old.shape[2:]))
-        fresh[:, : old.shape[1]] = old
-        self.kept = fresh
+    @property
+    def kept(self) -> Tensor | None:
+        """[L, up to w, Hq, D], oldest first."""
+        if self.stored is None:
+            return None
+        if self.seen <= self.w:
+            return self.stored[:, : self.seen]
+        return self.stored.roll(-(self.seen % self.w), dims=1)
 
     def copy(self) -> QueryRing:
-        return QueryRing(self.w, None if self.kept is None else self.kept.clone(), self.params)
+        return QueryRing(self.w, None if self.stored is None else self.stored.clone(), self.params, self.seen)
+
+
+class MassBook:
+    """Attention mass of one group that is not yet in the slots' counters. The kernels count by table row and column,
+    which stay what they are while a sequence only grows; so as long as the same sequences step together, one array
+    serves many steps, and `settle` empties it before anybody reads or moves anything."""
+
+    def __init__(self) -> None:
+        self._first_rows: tuple[int, ...] = ()
+        self._mass = torch.zeros(0)
+
+    def open(self, first_rows: tuple[int, ...], shape: tuple[int, ...]) -> Tensor | None:
+        """[L, S, H, C, B] for sequences with these first rows, or None where others' counts must be settled first."""
+        if first_rows == self._first_rows:
+            return self._mass
+        if self._first_rows:
+            return None
+        self._first_rows, self._mass = first_rows, torch.zeros(shape)
+        return self._mass
+
+    def settle(self, pools: Sequence[BlockPool], tables: BlockTables) -> None:
+        """Add what was counted to the slots' counters. At grain `group` the heads and layers of a slot add up."""
+        mass = self._mass.numpy()
+        for index, first in enumerate(self._first_rows):
+            rows = np.arange(first, first + tables.rows_per_seq)
+            columns = int(tables.length[rows].max(initial=0))
+            by_row = mass[:, index, :, :columns].reshape(len(rows), -1, columns, mass.shape[-1]).sum(1)
+            held = np.arange(columns) < tables.length[rows][:, None]
+            for pool_index, pool in enumerate(pools):
+                mine = held & (tables.pool[rows, :columns] == pool_index)
+                if mine.any():
+                    pool.add_mass(tables.block[rows, :columns][mine], by_row[mine])
+        self._first_rows, self._mass = (), torch.zeros(0)
 
 
 class GroupSignals:
-    """Collects for one group in one step. mass [L, S', H, C, B] for the S' sequences that want it."""
+    """Collects for one group in one step."""
 
     def __init__(
-        self, wants: Sequence[Wants], rows: StepRows, table: TableView, n_layers: int, heads: int, block_size: int
+        self,
+        wants: Sequence[Wants],
+        rows: StepRows,
+        table: TableView,
+        pools: Sequence[PoolView],
+        layers: int,
+        kernel: StepKernel,
+        backend: Backend,
     ) -> None:
+        """kernel: of the whole step."""
         self._starts = rows.query_start.tolist()
         self._rings = [(s, w.queries) for s, w in enumerate(wants) if w.queries is not None]
-        self.massed = [s for s, w in enumerate(wants) if w.mass]
-        self._layers = n_layers
-        self._rows, self._take, self._table = self._subset(rows, table)
-        shape = (n_layers, len(self.massed), heads, table.block.shape[1], block_size)
-        self.mass = torch.zeros(shape) if self.massed else torch.zeros(0)
+        self._massed = [s for s, w in enumerate(wants) if w.mass]
+        self._layers, self._kernel, self._take = layers, kernel, None
+        self._mass: Tensor | None = None
+        if self._massed and len(self._massed) < len(wants):
+            chosen, self._take, seen = self._subset(rows, table)
+            self._kernel = backend.begin_step(chosen, seen, pools)
+        self.first_rows = tuple(table.first_row[self._massed].tolist())
 
-    def _subset(self, rows: StepRows, table: TableView) -> tuple[StepRows, Tensor | None, TableView]:
+    @property
+    def wants_mass(self) -> bool:
+        return bool(self._massed)
+
+    def use(self, mass: Tensor) -> None:
+        """Count into mass [L, S', H, C, B], S' the sequences that want it."""
+        self._mass = mass
+
+    def _subset(self, rows: StepRows, table: TableView) -> tuple[StepRows, Tensor, TableView]:
         """The step as only the sequences that want their mass see it."""
-        if len(self.massed) == len(self._starts) - 1:
-            return rows, None, table
-        spans = [range(self._starts[s], self._starts[s + 1]) for s in self.massed]
+        spans = [range(self._starts[s], self._starts[s + 1]) for s in self._massed]
         take = torch.tensor(list(itertools.chain.from_iterable(spans)), dtype=torch.int64)
         start = torch.tensor(list(itertools.accumulate(map(len, spans), initial=0)), dtype=torch.int32)
-        chosen = torch.tensor(self.massed, dtype=torch.int64)
+        chosen = torch.tensor(self._massed, dtype=torch.int64)
         first = TableView(
             table.pool, table.block, table.length, table.first_row[chosen], table.layer_stride, table.head_stride
         )
         return StepRows(start, rows.positions[take], max(map(len, spans), default=0)), take, first
 
-    def collect(
-        self, backend: Backend, q: Tensor, lse: Tensor, pools: Sequence[PoolView], layer: int, params: AttendParams
-    ) -> None:
+    def collect(self, q: Tensor, lse: Tensor, layer: int, params: AttendParams) -> None:
         """q [T, Hq, D], rotated, and lse [T, Hq] of one layer of the step."""
         for s, ring in self._rings:
             ring.push(layer, self._layers, q[self._starts[s] : self._starts[s + 1]], params)
-        if self.massed:
+        if self._mass is not None:
             if self._take is not None:
                 q, lse = q[self._take], lse[self._take]
-            backend.add_mass(q, lse, self._rows, self._table, pools, layer, params, self.mass[layer])
-
-    def settle(self, pools: Sequence[BlockPool], tables: BlockTables, first_rows: np.ndarray) -> None:
-        """Add what was collected to the slots' own counters. At grain `group` the heads and layers of a slot add up."""
-        mass = self.mass.numpy()
-        for index, s in enumerate(self.massed):
-            per_row = mass[:, index].reshape(-1, *mass.shape[3:])  # [L * H, C, B]
-            rows = tables.rows_per_seq
-            per_row = per_row.reshape(rows, -1, *per_row.shape[1:]).sum(1)
-            for offset in range(rows):
-                row = int(first_rows[s]) + offset
-                n = int(tables.length[row])
-                for pool_index, pool in enumerate(pools):
-                    mine = np.flatnonzero(tables.pool[row, :n] == pool_index)
-                    pool.add_mass(tables.block[row, mine], per_row[offset, mine])
+            self._kernel.add_mass(q, lse, layer, params, self._mass[layer])

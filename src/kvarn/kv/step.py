@@ -83,8 +83,7 @@ class PagedLayerKV:
         lse = torch.empty(q.shape[:2], dtype=torch.float32) if signals is not None else None
         out = sealed.kernel.append_and_attend(q, None, None, rope, layer, params, lse)
         if signals is not None and lse is not None:
-            turned = q if rope is None else self.backend.rope(q, rope)
-            signals.collect(self.backend, turned, lse, pools, layer, params)
+            signals.collect(q if rope is None else self.group.kernel.rope(q, rope), lse, layer, params)
         return out
 
     def _watched(
@@ -98,9 +97,9 @@ class PagedLayerKV:
     ) -> Tensor:
         """As above, and what policies want to know is collected."""
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        rotated = q if rope is None else self.backend.rope(q, rope)
-        out = self.group.kernel.append_and_attend(q, k, v, rope, self.place.index, params, lse)
-        signals.collect(self.backend, rotated, lse, self.group.pools, self.place.index, params)
+        kernel, layer = self.group.kernel, self.place.index
+        out = kernel.append_and_attend(q, k, v, rope, layer, params, lse)
+        signals.collect(q if rope is None else kernel.rope(q, rope), lse, layer, params)
         return out
 
 
@@ -150,11 +149,12 @@ def build_step(
         first = np.fromiter((r[index] for r in rows), np.int32, len(spans))
         slots = group.place(first, counts, positions)
         table = group.table_view(first)
+        kernel = backend.begin_step(view, table, group.views, slots)
         signals = None
         if any(w != NOTHING for w in wants[index]):
-            spec = group.spec
-            signals = GroupSignals(wants[index], view, table, len(group.layers), spec.kv_heads, group.block_size)
-        kernel = backend.begin_step(view, table, group.views, slots)
+            signals = GroupSignals(wants[index], view, table, group.views, len(group.layers), kernel, backend)
+            if signals.wants_mass:
+                signals.use(group.open_mass(signals.first_rows))
         seals = None
         if found := seals_of_step(group, first, counts, view, table):
             parts = backend.begin_step(found.rows, found.table, group.views)

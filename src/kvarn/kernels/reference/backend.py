@@ -54,6 +54,12 @@ class ReferenceStep:
             lse.copy_(attended.lse)
         return attended.out
 
+    def rope(self, x: Tensor, rope: Rope) -> Tensor:
+        return self.backend.rope(x, rope)
+
+    def add_mass(self, q: Tensor, lse: Tensor, layer: int, params: AttendParams, mass: Tensor) -> None:
+        self.backend.add_mass(q, lse, self.rows, self.table, self.pools, layer, params, mass)
+
 
 class ReferenceBackend:
     """See `kvarn.kernels.api.Backend`."""
