@@ -64,5 +64,5 @@ def _probe(name: str) -> BackendReport:
     try:
         backend = import_module(f"kvarn.kernels.{name}").BACKEND
     except ImportError as error:
-        return BackendReport(name, False, f"not built, or not for this Python: {error}")
+        return BackendReport(name, False, str(error))
     return BackendReport(name, True, backend.describe())
