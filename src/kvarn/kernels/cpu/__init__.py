@@ -7,6 +7,6 @@ if find_spec("kvarn.kernels.cpu._native") is None:
         "the native kernels were not built when kvarn was installed (no C++17 compiler, or another Python)"
     )
 
-from kvarn.kernels.cpu.backend import CpuBackend  # noqa: E402
+from kvarn.kernels.cpu.backend import CpuBackend
 
 BACKEND = CpuBackend
