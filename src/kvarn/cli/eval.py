@@ -86,8 +86,9 @@ def COMMAND(
 ) -> None:
     """Measure what cache choices cost in quality, memory and speed.
 
-    MODEL as in kvarn run. Results go to DIR: results.jsonl, report.html, and pictures as SVG and PNG. Run again, it measures only what DIR does not hold yet. A choice is what --kv of kvarn run takes;
-    share=N before it measures --share-layers N.
+    MODEL as in kvarn run. Results go to DIR: results.jsonl, report.html, and pictures as SVG and PNG. Run again, it
+    measures only what DIR does not hold yet. A choice is what --kv of kvarn run takes; share=N before it measures
+    --share-layers N.
     """
     from kvarn.evals.choices import parse_eval_choices  # noqa: PLC0415  (torch, which the help pages must not load)
     from kvarn.evals.records import Results  # noqa: PLC0415
