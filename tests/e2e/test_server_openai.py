@@ -192,6 +192,23 @@ def test_kvarn_field(api: openai.OpenAI) -> None:
     assert report["timings"][0]["ttft_s"] > 0
 
 
+@pytest.mark.parametrize(
+    "kv", ["window:16,sinks=4", {"policy": "window:16,sinks=4"}, {"policy": "window:16,sinks=2", "format": "float32"}]
+)
+def test_a_request_chooses_its_policy(api: openai.OpenAI, server: Running, kv: object) -> None:
+    """It holds less at its end than one without, and says so; others are not touched."""
+    asked = {"model": MODEL, "prompt": "p" * 60, "max_tokens": 20, "temperature": 0}
+    plain = api.completions.create(**asked, extra_body={"kvarn": True, "ignore_eos": True})
+    less = api.completions.create(**asked, extra_body={"kv": kv, "ignore_eos": True})
+    again = api.completions.create(**asked, extra_body={"kvarn": True, "ignore_eos": True})
+    full, window = (r.model_extra["kvarn"]["kv"] for r in (plain, less))
+    assert full["policy"] == "full"
+    assert window["policy"] == (kv if isinstance(kv, str) else kv["policy"])
+    assert window["bytes"] < full["bytes"] / 2
+    assert window["ratio"] > 2 * full["ratio"]
+    assert again.choices[0].text == plain.choices[0].text
+
+
 ERRORS = [
     ({"model": "nope"}, openai.NotFoundError, "not served"),
     ({"prompt": ""}, openai.BadRequestError, "empty"),
@@ -211,7 +228,14 @@ ERRORS = [
     ({"logit_bias": {"5000": 1}}, openai.BadRequestError, "logit_bias"),
     ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "nonsense"),
     ({"extra_body": {"kv": {"format": "int1"}}}, openai.BadRequestError, "int1"),
+    ({"extra_body": {"kv": {"format": "int8"}}}, openai.BadRequestError, "this server's cache has 'float32'"),
     ({"extra_body": {"kv": {"policy": "nope"}}}, openai.BadRequestError, "nope"),
+    ({"extra_body": {"kv": {"policy": "int8"}}}, openai.BadRequestError, "names a format"),
+    ({"extra_body": {"kv": {"format": "h2o:25%"}}}, openai.BadRequestError, "is no format"),
+    ({"extra_body": {"kv": "window:9999"}}, openai.BadRequestError, "above the context"),
+    ({"extra_body": {"kv": "window:x"}}, openai.BadRequestError, "no budget"),
+    ({"extra_body": {"kv": "adakv:25%"}}, openai.BadRequestError, "cuts the cache by head"),
+    ({"extra_body": {"kv": ""}}, openai.BadRequestError, "no cache choice"),
     ({"extra_body": {"structured_outputs": {"regex": "("}}}, openai.BadRequestError, "compile"),
     ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options"),
 ]
@@ -258,3 +282,15 @@ def test_llm_facade_gives_the_same(api: openai.OpenAI, tmp_path_factory: pytest.
         ours = api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=10, temperature=0.8, seed=seed)
         theirs = llm.generate(PROMPT, max_tokens=10, temperature=0.8, seed=seed)[0]
         assert ours.choices[0].text == theirs.completions[0].text
+
+
+def test_policies_by_head_where_the_server_was_told() -> None:
+    """`also` makes room for them; the server's own requests stay full."""
+    with running_server(also=("adakv:25%",)) as other:
+        with client(other) as http:
+            body = {"prompt": "p" * 60, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "kvarn": True}
+            less = http.post("/v1/completions", json={**body, "kv": "adakv:25%,query_tokens=8"}).json()
+            full = http.post("/v1/completions", json=body).json()
+        assert other.idle()
+    assert less["kvarn"]["kv"]["policy"] == "adakv:25%,query_tokens=8"
+    assert less["kvarn"]["kv"]["bytes"] < full["kvarn"]["kv"]["bytes"]

@@ -71,6 +71,9 @@ def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--max-seqs", type=int, default=64, show_default=True, help="Sequences that run at once.")
 @click.option("--step-tokens", type=int, default=512, show_default=True, help="Token rows of one step at most.")
+@click.option(
+    "--also", multiple=True, metavar="CHOICE", help="A further cache policy that single requests may ask for."
+)
 @click.option("--share-prefixes", is_flag=True, help="Tenants find each other's cached prompts.")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
@@ -79,7 +82,13 @@ def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @engine_options()
 @click.pass_context
 def COMMAND(
-    ctx: click.Context, model: str | None, log_level: str, max_seqs: int, step_tokens: int, **given: Any
+    ctx: click.Context,
+    model: str | None,
+    log_level: str,
+    max_seqs: int,
+    step_tokens: int,
+    also: tuple[str, ...],
+    **given: Any,
 ) -> None:
     """Serve a model by an OpenAI-compatible API, until Ctrl-C or SIGTERM.
 
@@ -93,7 +102,7 @@ def COMMAND(
     for name, value in (("max_seqs", max_seqs), ("step_tokens", step_tokens)):
         if value < 1:
             raise InvalidRequest(f"{name} is {value}", fixes=("use 1 or more",))
-    options = replace(engine_options_of(given), max_seqs=max_seqs, step_tokens=step_tokens)
+    options = replace(engine_options_of(given), max_seqs=max_seqs, step_tokens=step_tokens, also=also)
     server = _server_package()
     _print_sources(ctx)
     server.start_logging(log_level)

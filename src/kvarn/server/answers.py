@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.requests import Completion, Delta, RequestOutput, TokenLogprob
-from kvarn.kv.policies.base import KVPolicy
 from kvarn.server import kv_choice
 from kvarn.server.bridge import Finished, Work
 from kvarn.server.context import ServerContext
@@ -57,15 +57,15 @@ def raise_if_failed(results: Iterable[Finished]) -> None:
 
 
 def whole(
-    context: ServerContext, body: Shared, form: Form, policy: KVPolicy | None, results: Sequence[Finished]
+    context: ServerContext, body: Shared, form: Form, cache: CacheParams | None, results: Sequence[Finished]
 ) -> dict[str, Any]:
-    """The body of an answer that is not streamed. policy: what the request chose."""
+    """The body of an answer that is not streamed. cache: what the request chose."""
     outputs = [r.output for r in results]
     n = body.n or 1
     choices = [form.choice(i * n + c.index, c, o) for i, o in enumerate(outputs) for c in o.completions]
     answer = {**form.envelope(streamed=False), "choices": choices, "usage": usage_of(outputs)}
     if body.kvarn or body.kv is not None:
-        answer["kvarn"] = kv_choice.report(context.plan, context.policy_name(policy), outputs)
+        answer["kvarn"] = kv_choice.report(context.plan, context.policy_name(cache), outputs)
     return answer
 
 
@@ -74,7 +74,7 @@ class ChunkWriter:
 
     def __init__(self, context: ServerContext, body: Shared, form: Form, works: Sequence[Work]) -> None:
         prompts = {w.request_id: (i, len(w.prompt_ids)) for i, w in enumerate(works)}
-        self._policy = works[0].policy
+        self._cache = works[0].cache
         self._context, self._body, self._form, self._prompts = context, body, form, prompts
         options = body.stream_options
         self._want_usage = bool(options and options.include_usage)
@@ -100,7 +100,7 @@ class ChunkWriter:
         outputs = [r.output for r in results]
         report = None
         if self._body.kvarn or self._body.kv is not None:
-            report = kv_choice.report(self._context.plan, self._context.policy_name(self._policy), outputs)
+            report = kv_choice.report(self._context.plan, self._context.policy_name(self._cache), outputs)
         if self._want_usage or report is not None:
             chunk = {**self._form.envelope(streamed=True), "choices": [], "usage": usage_of(outputs)}
             yield chunk if report is None else {**chunk, "kvarn": report}

@@ -17,12 +17,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.requests import Delta, RequestOutput, SamplingParams
 from kvarn.engine.engine import Engine, StepResult
 from kvarn.engine.guide import Guide
 from kvarn.engine.reasons import Ended
 from kvarn.engine.request import RequestState
-from kvarn.kv.policies.base import KVPolicy
 
 T = TypeVar("T")
 log = logging.getLogger("kvarn.server.engine")
@@ -42,7 +42,7 @@ class Work:
     namespace: bytes = b""
     deadline_s: float | None = None
     guide: Guide | None = None
-    policy: KVPolicy | None = None
+    cache: CacheParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class EngineThread:
                 namespace=work.namespace,
                 deadline_s=work.deadline_s,
                 guide=work.guide,
-                policy=work.policy,
+                cache=work.cache,
             )
         except Exception as error:
             self._out.add(mailbox, Refused(work.request_id, error))

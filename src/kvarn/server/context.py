@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.options import CachePlan
 from kvarn.engine.build import Parts
 from kvarn.engine.engine import Engine
@@ -41,9 +42,9 @@ class ServerContext:
     policy: KVPolicy | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def policy_name(self, chosen: KVPolicy | None) -> str:
+    def policy_name(self, chosen: CacheParams | None) -> str:
         """The policy that decides over a request: its own, or the server's."""
-        return policy_name(chosen or self.policy)
+        return policy_name(chosen, self.policy)
 
     def check_model(self, asked: str | None) -> None:
         """Raises ApiError 404 for a model that is not served."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import TypeAdapter, ValidationError
-
-from kvarn.core.formats import format_names, parse_kv_format
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.options import CachePlan
 from kvarn.core.requests import RequestOutput
-from kvarn.kv.policies.base import KVPolicy, load_policy
-from kvarn.server.errors import ApiError
+from kvarn.kv.choice import check_context, parse_choice, policy_text
+from kvarn.kv.policies.base import KVPolicy
+from kvarn.server.errors import ApiError, invalid
 from kvarn.server.schema.common import KVChoice
 
-FULL = "full"  # the name of keeping every token
+FULL = "full"
 
 
 def running_format(plan: CachePlan) -> str:
@@ -21,48 +20,47 @@ def running_format(plan: CachePlan) -> str:
     return plan.groups[0].pools[-1].format if plan.groups else "none"
 
 
-def policy_name(policy: KVPolicy | None) -> str:
-    """As a request names it."""
-    return FULL if policy is None else type(policy).__module__.rpartition(".")[2]
+def policy_name(chosen: CacheParams | None, own: KVPolicy | None) -> str:
+    """The policy that decides over a request, as a choice says it: the request's own, or the engine's."""
+    if chosen is not None and chosen.policy is not None:
+        return chosen.policy
+    return FULL if own is None else policy_text(own)
 
 
-def chosen_policy(asked: KVChoice | None, plan: CachePlan) -> KVPolicy | None:
-    """The policy that a request wants; None: the server's own. Raises ApiError 400 where this server's cache cannot do
-    it, UnknownName; the engine checks the rest when it takes the request."""
+def chosen_cache(asked: KVChoice | str | None, plan: CachePlan) -> CacheParams | None:
+    """The choice in the engine's words; None: nothing was chosen. Raises ApiError 400 where this server's cache is
+    another one, UnknownName, IncompatiblePlan; the engine checks the rest when it takes the request."""
     if asked is None:
         return None
-    if asked.format is not None and _canonical(asked.format) != running_format(plan):
-        _refuse_format(asked.format, running_format(plan))
-    if asked.policy is None or asked.policy == FULL:
-        if asked.policy_options:
-            raise ApiError(400, "kv.policy_options without kv.policy", code="invalid_value", param="kv.policy_options")
-        return None
-    try:
-        return TypeAdapter(load_policy(asked.policy)).validate_python(asked.policy_options or {})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in ("kv", "policy_options", *first["loc"]))
-        raise ApiError(400, f"{where}: {first['msg']}", code="invalid_value", param=where) from error
-    except TypeError as error:
-        raise ApiError(400, f"kv.policy_options: {error}", code="invalid_value", param="kv.policy_options") from error
+    chosen = _parsed(asked)
+    _same("format", chosen.format, running_format(plan))
+    _same("residual_tokens", chosen.residual_tokens, plan.residual_tokens)
+    check_context(chosen, plan.context_tokens)
+    return chosen
 
 
-def _canonical(name: str) -> str:
-    try:
-        return parse_kv_format(name).name
-    except ValueError as error:
-        known = ", ".join(format_names())
-        raise ApiError(400, f"kv.format: {error}; known: {known}", code="unknown_name", param="kv.format") from error
+def _parsed(asked: KVChoice | str) -> CacheParams:
+    """An object says less than a text: without a policy it leaves the engine's, where a text means `full`."""
+    if isinstance(asked, str):
+        return parse_choice(asked)
+    kv = parse_choice(asked.format) if asked.format is not None else CacheParams()
+    if asked.format is not None and kv.format is None:
+        raise invalid(f"kv.format {asked.format!r} is no format", param="kv.format", code="unknown_name")
+    policy = parse_choice(asked.policy) if asked.policy is not None else CacheParams()
+    if policy.format is not None:
+        raise invalid(f"kv.policy {asked.policy!r} names a format", param="kv.policy", code="unknown_name")
+    return CacheParams(kv.format, policy.policy, kv.residual_tokens)
 
 
-def _refuse_format(asked: str, available: str) -> None:
-    raise ApiError(
-        400,
-        f"kv.format {asked!r} is not available: this server's cache has {available!r}",
-        code="kv_unavailable",
-        param="kv.format",
-        fixes=(f"kv.format: {available}", f"start a server with --kv {asked}"),
-    )
+def _same(what: str, asked: str | int | None, available: str | int) -> None:
+    if asked is not None and asked != available:
+        raise ApiError(
+            400,
+            f"kv.{what} {asked!r} is not available: this server's cache has {available!r}",
+            code="kv_unavailable",
+            param=f"kv.{what}",
+            fixes=(f"kv.{what}: {available}", "a server started with that cache (--kv)"),
+        )
 
 
 def report(plan: CachePlan, policy: str, outputs: Sequence[RequestOutput]) -> dict[str, object]:

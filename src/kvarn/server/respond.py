@@ -41,7 +41,7 @@ async def answer(
         note.usage = usage_of([r.output for r in results])
         note.ttft_s = results[0].output.timings.ttft_s
         raise_if_failed(results)
-        return json_response(whole(context, body, form, works[0].policy, results))
+        return json_response(whole(context, body, form, works[0].cache, results))
     finally:
         if ticket is not None:
             ticket.close()

@@ -13,7 +13,7 @@ from kvarn.core.requests import SamplingParams
 from kvarn.server.bridge import Work
 from kvarn.server.context import ServerContext
 from kvarn.server.errors import ApiError, invalid
-from kvarn.server.kv_choice import chosen_policy
+from kvarn.server.kv_choice import chosen_cache
 from kvarn.server.schema.chat import ChatBody, ChatMessage
 from kvarn.server.schema.common import Shared
 from kvarn.server.schema.completions import CompletionBody
@@ -107,7 +107,7 @@ async def works(context: ServerContext, tenant: Tenant, asked: Asked, request_id
     """One Work a prompt. Raises ApiError, InvalidRequest."""
     body = asked.body
     context.check_model(body.model)
-    policy = chosen_policy(body.kv, context.plan)
+    cache = chosen_cache(body.kv, context.plan)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream: true", param="stream_options")
     guide = None
@@ -124,7 +124,7 @@ async def works(context: ServerContext, tenant: Tenant, asked: Asked, request_id
             namespace=_namespace(tenant, body.cache_salt),
             deadline_s=min(timeouts, default=None),
             guide=guide,
-            policy=policy,
+            cache=cache,
         )
         for index, ids in enumerate(asked.prompts)
     ]

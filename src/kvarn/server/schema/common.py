@@ -28,8 +28,7 @@ class KVChoice(Body):
     """The cache that a request wants. Null: the server's own."""
 
     format: str | None = Field(None, description="KV format, such as bfloat16, or k=NAME,v=NAME.")
-    policy: str | None = Field(None, description="KV policy; full keeps every token.")
-    policy_options: dict[str, Any] | None = Field(None, description="The policy's own fields.")
+    policy: str | None = Field(None, description="KV policy with its budget, such as h2o:25%; full keeps every token.")
 
 
 class StructuredOutputs(Body):
@@ -83,7 +82,9 @@ class Shared(Body):
     priority: int | None = Field(0, ge=-100, le=100, description="Larger goes first.")
     timeout_s: Finite | None = Field(None, gt=0, le=1e6, description="Ends with an error after so long.")
     cache_salt: str | None = Field(None, max_length=256, description="Shares cached prompts only with the same salt.")
-    kv: KVChoice | None = Field(None, description="The cache to use; the answer's `kvarn` field echoes what it got.")
+    kv: KVChoice | str | None = Field(
+        None, description="The cache to use, such as h2o:25%; the answer's `kvarn` field echoes what it got."
+    )
     kvarn: bool | None = Field(False, description="Say what the cache and the scheduler did, in the field `kvarn`.")
     return_token_ids: bool | None = Field(False, description="Token ids beside each choice's text.")
 
