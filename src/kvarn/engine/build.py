@@ -30,6 +30,11 @@ from kvarn.models.loading import load_model
 from kvarn.models.loading.load import load_kind, read_config
 from kvarn.text import Tokenizer, load_tokenizer
 
+# A decode row costs about what two prefill rows cost, so a step that carries these beside its decodes takes at most
+# about three times as long as one that only decodes.
+BESIDE_DECODES_TOKENS = 32
+PREFILL_PER_DECODE = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -71,6 +76,8 @@ def assemble(
         max_seqs=plan.max_seqs,
         step_tokens=plan.step_tokens,
         context_tokens=plan.context_tokens,
+        beside_decodes_tokens=None if plan.mode == "none" else BESIDE_DECODES_TOKENS,
+        prefill_per_decode=PREFILL_PER_DECODE,
         recompute_all=plan.mode == "none",
     )
     model_id = f"{fingerprint} {options.weights} {backend.name} share_layers={options.share_layers}"

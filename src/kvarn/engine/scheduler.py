@@ -218,7 +218,8 @@ class Scheduler:
             if seq.phase is Phase.RUNNING and seq.pending_tokens == 1 and step.left_tokens:
                 self._give(seq, 1, step)
         if step.rows and self.config.beside_decodes_tokens is not None:
-            step.left_tokens = min(step.left_tokens, self.config.beside_decodes_tokens)
+            beside = self.config.beside_decodes_tokens + self.config.prefill_per_decode * len(step.rows)
+            step.left_tokens = min(step.left_tokens, beside)
         self._prefill(step)
         return step.done(len(self._waiting))
 

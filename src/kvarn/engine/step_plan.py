@@ -11,7 +11,8 @@ from kvarn.engine.reasons import Admitted, Ended, Preempted, Stalled, WaitReason
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """step_tokens: token rows of one step at most. beside_decodes_tokens: prefill rows at most in a step that also
-    decodes (None: what step_tokens leaves), so that a long prompt does not slow the others' next token.
+    decodes (None: what step_tokens leaves), and prefill_per_decode more for each row that decodes, so that a long
+    prompt slows the others' next token by a bounded factor.
     chunk_tokens: rows of one sequence a step at most. growth_tokens: what admission leaves free for each running
     sequence to grow. aging_s: a priority that had no turn for so long counts as the next higher one (0: never).
     recompute_all: nothing is cached (`--cache none`): each row starts at token 0 and is never cut, so a step holds at
@@ -21,6 +22,7 @@ class SchedulerConfig:
     step_tokens: int = 512
     context_tokens: int = 1 << 62
     beside_decodes_tokens: int | None = None
+    prefill_per_decode: int = 0
     chunk_tokens: int | None = None
     max_preemptions: int = 4
     growth_tokens: int = 32
@@ -31,7 +33,7 @@ class SchedulerConfig:
         for name in ("max_seqs", "step_tokens", "context_tokens", "beside_decodes_tokens", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise IncompatiblePlan(f"{name} is {value}; it must be at least 1")
-        for name in ("max_preemptions", "growth_tokens", "aging_s"):
+        for name in ("max_preemptions", "growth_tokens", "aging_s", "prefill_per_decode"):
             if (value := getattr(self, name)) < 0:
                 raise IncompatiblePlan(f"{name} is {value}; it must not be negative")
 

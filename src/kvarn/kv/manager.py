@@ -148,25 +148,27 @@ class CacheManager:
             return None
         new = to_tokens - state.length
         wants = [g.blocks_wanted(r, new) for g, r in zip(self.groups, state.rows, strict=True)]
-        for index, (group, want) in enumerate(zip(self.groups, wants, strict=True)):
-            if short := self._make_room(index, want):
-                return NoRoom(short, group.describe(index))
+        if short := self._make_room(wants):
+            return short
         for index, (group, row, want) in enumerate(zip(self.groups, state.rows, wants, strict=True)):
             if want and (taken := group.take(row, new)):
                 self._emit(BlocksTaken(seq_id, index, 0, taken))
         self._note_slots(state)
         return None
 
-    def _make_room(self, index: int, want: int) -> int:
-        """Evict what only the prefix index holds, if that is enough for `want` blocks; returns how many are missing."""
-        group = self.groups[index]
-        for pool, short in group.short_by(want).items():
-            if short > self._spare(index, pool):
-                return short - self._spare(index, pool)
-            assert self.prefixes is not None
-            for gone in self.prefixes.make_room(index, pool, short):
+    def _make_room(self, wants: Sequence[int]) -> NoRoom | None:
+        """Evict what only the prefix index holds until each group can give its wanted blocks; where that would not be
+        enough in some group, evict nothing."""
+        short = {(i, p): n for i, w in enumerate(wants) for p, n in self.groups[i].short_by(w).items()}
+        for (index, pool), missing in short.items():
+            if missing > (spare := self._spare(index, pool)):
+                return NoRoom(missing - spare, self.groups[index].describe(index))
+        for index, pool in short:
+            assert self.prefixes is not None, "what is short has no spare blocks"
+            missing = self.groups[index].short_by(wants[index]).get(pool, 0)  # another group's eviction may have helped
+            for gone in self.prefixes.make_room(index, pool, missing):
                 self._emit(PrefixEvicted(-1, len(gone.blocks), str(gone)))
-        return 0
+        return None
 
     def _note_slots(self, state: SequenceState) -> None:
         """Write down how far the sequence can grow without another block."""

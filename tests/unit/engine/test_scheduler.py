@@ -127,6 +127,15 @@ def test_prefill_beside_decodes_has_its_own_limit():
     assert rows_of(run_step(scheduler)) == {0: (80, 1), 1: (0, 5)}
 
 
+def test_prefill_beside_decodes_grows_with_them():
+    scheduler, _ = make(step_tokens=100, beside_decodes_tokens=5, prefill_per_decode=3, chunk_tokens=40)
+    for seq_id in range(2):
+        scheduler.add(entry(seq_id, prompt=4, new=10))
+    run_step(scheduler)
+    scheduler.add(entry(2, prompt=80, at=1))
+    assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (4, 1), 2: (0, 11)}
+
+
 @pytest.mark.parametrize("step_tokens", [1, 2, 3, 7, 512])
 def test_every_token_is_computed_once_at_any_chunk_size(step_tokens: int):
     scheduler, ledger = make(step_tokens=step_tokens)
