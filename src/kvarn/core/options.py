@@ -23,7 +23,8 @@ class EngineOptions:
     at most (prefill chunks and decode rows together). residual_tokens: newest tokens that stay in full precision before
     a quantized format seals them; above 0, its prefixes are not shared. grain: how finely block tables are cut.
     prefix_caching: keep the blocks of finished sequences for those that begin alike. poison: fill free slots with NaN,
-    so that reading one shows (tests).
+    so that reading one shows (tests). verify: share of the decode steps that are computed again over a full cache and
+    compared; 0 for none.
     """
 
     weights: str = "native"
@@ -43,6 +44,7 @@ class EngineOptions:
     grain: Grain = "group"
     prefix_caching: bool = True
     poison: bool = False
+    verify: float = 0.0
 
 
 def rows_per_sequence(group: GroupSpec, grain: Grain) -> int:

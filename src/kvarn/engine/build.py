@@ -17,6 +17,7 @@ from kvarn.core.options import CachePlan, EngineOptions
 from kvarn.core.specs import LayerSpec, share_layers
 from kvarn.engine.engine import Cache, Engine
 from kvarn.engine.scheduler import Scheduler, SchedulerConfig
+from kvarn.engine.verify import Verifier
 from kvarn.kernels import load_backend
 from kvarn.kernels.api import Backend
 from kvarn.kv.choice import check_context, parse_choice, policy_of, settled
@@ -84,8 +85,27 @@ def assemble(
     shares = options.prefix_caching and not model.rope_by_length and not _residual_is_lossy(plan)
     cache = _cache(plan, model, backend, options, emit, model_id if shares else None)
     policy = policy_of(CacheParams(policy=options.policy))
-    engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache), policy=policy)
+    verifier = _verifier(model, tokenizer, backend, options, plan)
+    engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache), policy=policy, verifier=verifier)
     return Parts(model, tokenizer, plan, engine)
+
+
+def _verifier(
+    model: CausalLM, tokenizer: Tokenizer, backend: Backend, options: EngineOptions, plan: CachePlan
+) -> Verifier | None:
+    """Beside the engine, one with a full cache for one sequence of the longest context."""
+    if not options.verify:
+        return None
+    asked = EngineOptions(
+        weights=options.weights,
+        backend=options.backend,
+        share_layers=options.share_layers,
+        block_size=options.block_size,
+        context_tokens=plan.context_tokens + 1,  # the oracle generates one token, which nobody reads
+        max_seqs=1,
+        prefix_caching=False,
+    )
+    return Verifier(assemble(model, tokenizer, backend, asked).engine, options.verify)
 
 
 def _residual_is_lossy(plan: CachePlan) -> bool:

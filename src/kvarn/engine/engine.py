@@ -16,6 +16,7 @@ from kvarn.engine.runner import StepRun, run_model
 from kvarn.engine.sampler import Sampled, sample, token_logprob
 from kvarn.engine.scheduler import Row, Scheduler, StepPlan
 from kvarn.engine.sequence import Entry
+from kvarn.engine.verify import Verifier, Watched
 from kvarn.kv.choice import policy_of
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.policies.base import KVPolicy
@@ -60,9 +61,10 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         policy: KVPolicy | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         self.model, self.tokenizer, self.cache, self.scheduler = model, tokenizer, cache, scheduler
-        self._clock, self.policy = clock, policy
+        self._clock, self.policy, self.verifier = clock, policy, verifier
         self._requests: dict[str, RequestState] = {}
         self._places: dict[int, _Place] = {}
         self._next_seq_id = 0
@@ -87,7 +89,7 @@ class Engine:
     ) -> RequestState:
         """Queue a request. deadline_s: seconds from now. guide: constrains the answers. cache: its choice of cache;
         policy: decides over blocks, where `cache` does not say so. None: the engine's own. watch: is told the
-        hidden states of all its rows. replayed_tokens: the last tokens of the prompt that go through the cache as if
+        hidden states of its rows, those of its first answer. replayed_tokens: the last tokens of the prompt that go through the cache as if
         they had been generated. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and then nothing has changed.
         """
         prompt_ids = self._checked(request_id, prompt_ids, params)
@@ -108,7 +110,7 @@ class Engine:
             replayed_tokens=replayed_tokens,
             block_tokens=self.cache.plan.block_size,
         )
-        state.watch = watch
+        state.watch = self.verifier.watch(prompt_ids, state.seed) if self.verifier and watch is None else watch
         self._enter(entry, (policy_of(cache) if cache else None) or policy or self.policy)
         self._next_seq_id += params.n
         self._requests[request_id] = state
@@ -226,7 +228,7 @@ class Engine:
             place = self._places[row.seq_id]
             if place.request.params.prompt_logprobs is not None:
                 self._score_prompt(row, place, run, at)
-            if place.request.watch is not None:
+            if place.request.watch is not None and place.completion.index == 0:
                 place.request.watch(row.start, run.rows(at))
         sampling = [(i, r) for i, r in enumerate(rows) if r.samples]
         wanted = [(i, self._places[s]) for i, r in sampling for s in (r.seq_id, *r.children)]
@@ -290,5 +292,11 @@ class Engine:
     def _result(self, plan: StepPlan, begun: float) -> StepResult:
         deltas, self._pending = tuple(self._pending), []
         done = [r for d in deltas if d.finish_reason and (r := self._requests.get(d.request_id)) and r.done]
-        finished = tuple(self._requests.pop(r.request_id).output() for r in dict.fromkeys(done))
+        finished = tuple(self._ended(self._requests.pop(r.request_id)) for r in dict.fromkeys(done))
         return StepResult(deltas, finished, plan, self._clock() - begun)
+
+    def _ended(self, request: RequestState) -> RequestOutput:
+        output = request.output()
+        if self.verifier is not None and isinstance(request.watch, Watched):
+            self.verifier.settle(request.watch, output)
+        return output
