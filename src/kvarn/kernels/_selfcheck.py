@@ -72,9 +72,9 @@ class _Bag:
             t = torch.empty((self.n_blocks, LAYERS, KV_HEADS, *shape), dtype=getattr(torch, dtype))
             return t.fill_(float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max)
 
-        k, v = fmt.k.k_layout(DIM, BLOCK), fmt.v.v_layout(DIM, BLOCK)
-        sides = (tuple(poisoned(t.shape, t.dtype) for t in side) for side in (k, v))
-        return PoolView(fmt, BLOCK, *sides, torch.full((self.n_blocks, BLOCK), -1, dtype=torch.int32))
+        k = tuple(poisoned(t.shape, t.dtype) for t in fmt.k.k_layout(DIM, BLOCK))
+        v = tuple(poisoned(t.shape, t.dtype) for t in fmt.v.v_layout(DIM, BLOCK))
+        return PoolView(fmt, BLOCK, k, v, torch.full((self.n_blocks, BLOCK), -1, dtype=torch.int32))
 
     def sealed(self, name: str, backend: Backend) -> PoolView:
         pool = self.pool(name)
