@@ -24,6 +24,7 @@ ENGINE_FIELDS = (
     "prefix_caching",
     "backend",
     "threads",
+    "verify",
 )
 SAMPLING_FIELDS = (
     "max_tokens",
@@ -106,6 +107,18 @@ def engine_options() -> Callable[[F], F]:
             ),
             click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built)."),
             click.option("--threads", type=int, metavar="N", help="CPU threads (default: as PyTorch decides)."),
+            click.option(
+                "--verify",
+                type=click.FloatRange(0, 1),
+                default=0.0,
+                metavar="SHARE",
+                help="Compute this share of the decode steps again over a full cache, and report how far they differ.",
+            ),
+            click.option(
+                "--require-gate",
+                is_flag=True,
+                help="Refuse a lossy cache that kvarn eval --gate has not passed for this model.",
+            ),
         ]
     )
 

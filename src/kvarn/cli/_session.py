@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 import kvarn
 from kvarn import hub
+from kvarn.cli._gate import pass_gate
 from kvarn.cli._progress import progress_bars
 from kvarn.core.options import EngineOptions
 from kvarn.core.requests import RequestOutput
@@ -28,11 +29,13 @@ KV_FIELDS = (
 )
 
 
-def load(model: str | None, options: EngineOptions) -> LLM:
-    """Find, fetch and load a model; on a terminal, stderr shows what is going on."""
+def load(model: str | None, options: EngineOptions, *, require_gate: bool = False) -> LLM:
+    """Find, fetch and load a model; on a terminal, stderr shows what is going on. require_gate: refuse a lossy cache
+    that has not passed the gate."""
     name = model or hub.default_name()
     with progress_bars() as progress:
         files = hub.resolve(name, progress=progress)
+    pass_gate(files, options, required=require_gate)
     console = Console(stderr=True)
     if not console.is_terminal:
         return kvarn.LLM(files, options)
@@ -49,12 +52,15 @@ class Report:
     output: RequestOutput
     load_s: float
     kv: dict[str, Any]
+    verify: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, llm: LLM, output: RequestOutput) -> Report:
         found = llm.kv_report().as_dict()
         order = (*KV_FIELDS, *(name for name in found if name not in KV_FIELDS))
-        return cls(llm.files.name, output, llm.load_s, {name: found[name] for name in order})
+        verifier = llm.engine.verifier
+        verify = None if verifier is None else asdict(verifier.report)
+        return cls(llm.files.name, output, llm.load_s, {name: found[name] for name in order}, verify)
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -87,6 +93,7 @@ class Report:
                 "prefill_tokens_per_s": self.prefill_tokens_per_s,
             },
             "kv": self.kv,
+            **({} if self.verify is None else {"verify": self.verify}),
         }
 
     def lines(self) -> tuple[str, ...]:
@@ -102,6 +109,17 @@ class Report:
             f"KV cache {kv['format']}: {kv['blocks_peak']} blocks of {kv['block_size']} tokens held at most, "
             f"{kv['physical_bytes_peak'] / 2**20:,.2f} MiB ({kv['bytes_per_token']:,} bytes a token, "
             f"{kv['utilisation']:.0%} of the reserved slots used)",
+            *self._verify_line(),
+        )
+
+    def _verify_line(self) -> tuple[str, ...]:
+        if (found := self.verify) is None:
+            return ()
+        if not found["steps"]:
+            return ("verified 0 decode steps against a full cache: none was chosen",)
+        return (
+            f"verified {found['steps']} decode steps against a full cache: KL {found['kl']:.4g} nats "
+            f"(most {found['kl_max']:.4g}), the same likeliest token in {found['top1_agreement']:.1%}",
         )
 
 

@@ -34,7 +34,7 @@ def COMMAND(model: str | None, system: str | None, stats: bool, **given: Any) ->
     of stdin is a message. MODEL is as for kvarn run; it needs a chat template.
     """
     params = sampling_params_of(given)
-    llm = load(model, engine_options_of(given))
+    llm = load(model, engine_options_of(given), require_gate=given["require_gate"])
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{llm.files.name} has no chat template", fixes=("kvarn run --raw", "an instruction model"))
     opening: Messages = [] if system is None else [{"role": "system", "content": system}]

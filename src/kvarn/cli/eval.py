@@ -19,6 +19,7 @@ from kvarn.core.errors import InvalidRequest
 from kvarn.core.options import EngineOptions
 
 if TYPE_CHECKING:
+    from kvarn.evals.choices import EvalChoice
     from kvarn.evals.records import Row
     from kvarn.evals.runner import Evaluation, Listener, Unit
     from kvarn.evals.tasks.base import Settings
@@ -75,6 +76,7 @@ class Share(click.ParamType):
 @click.option("--stream-tokens", type=click.IntRange(96), help="How far stream goes (default: 4x the trained context).")
 @click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same questions.")
 @click.option("--budget", type=Share(), default="1%", show_default=True, help="How much perplexity may rise.")
+@click.option("--gate", is_flag=True, help="Keep the verdict on each lossy choice; exit code 1 where one fails.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: kvarn-eval/MODEL.")
 @click.option("--weights", default="native", show_default=True, help="float32, bfloat16 or native.")
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a block.")
@@ -82,13 +84,20 @@ class Share(click.ParamType):
 @click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built).")
 @click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads (default: as PyTorch decides).")
 def COMMAND(
-    model: str | None, caches: str, tasks: str, text: Path | None, budget: float, out: Path | None, **given: Any
-) -> None:
+    model: str | None,
+    caches: str,
+    tasks: str,
+    text: Path | None,
+    budget: float,
+    gate: bool,
+    out: Path | None,
+    **given: Any,
+) -> int:
     """Measure what cache choices cost in quality, memory and speed.
 
     MODEL as in kvarn run. Results go to DIR: results.jsonl, report.html, and pictures as SVG and PNG. Run again, it
     measures only what DIR does not hold yet. A choice is what --kv of kvarn run takes; share=N before it measures
-    --share-layers N.
+    --share-layers N. With --gate, kvarn run, chat and serve know which choices passed on this model.
     """
     from kvarn.evals.choices import parse_eval_choices  # noqa: PLC0415  (torch, which the help pages must not load)
     from kvarn.evals.records import Results  # noqa: PLC0415
@@ -107,6 +116,7 @@ def COMMAND(
     with _listening(evaluation) as listener:
         rows = evaluation.run(listener)
     _show(rows, budget, out)
+    return _gate(rows, budget, evaluation.identity, settings.context_tokens, choices) if gate else 0
 
 
 def _settings(text: Path | None, given: dict[str, Any]) -> Settings:
@@ -158,11 +168,25 @@ def _show(rows: Sequence[Row], budget: float, out: Path) -> None:
     """The table and the verdict to stdout, the pictures and the page into `out`."""
     from kvarn.evals.report import save_report  # noqa: PLC0415
     from kvarn.evals.summary import summaries, verdict_lines  # noqa: PLC0415
-    from kvarn.evals.table import results_table  # noqa: PLC0415
+    from kvarn.evals.table import results_tables  # noqa: PLC0415
 
     console = Console(highlight=False)
-    console.print(results_table(rows))
+    for table in results_tables(rows):
+        console.print(table)
     for line in verdict_lines(summaries(rows), budget):
         console.print(line, markup=False, soft_wrap=True)
     *_, page = save_report(rows, budget, out)
     console.print(f"results and pictures: {page}", markup=False, soft_wrap=True)
+
+
+def _gate(rows: Sequence[Row], budget: float, identity: str, context_tokens: int, choices: Sequence[EvalChoice]) -> int:
+    """Keep and print the verdicts. Returns the exit code."""
+    from kvarn.evals.gate import is_lossy, judge, record  # noqa: PLC0415
+    from kvarn.evals.summary import summaries  # noqa: PLC0415
+
+    lossy = [c.text for c in choices if is_lossy(c.params.format, c.params.policy, c.share_layers)]
+    verdicts = judge(summaries(rows), budget, context_tokens, identity, lossy)
+    record(verdicts)
+    for verdict in verdicts:
+        click.echo(f"gate: {verdict}")
+    return 0 if all(v.passed for v in verdicts) else 1

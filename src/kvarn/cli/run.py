@@ -38,7 +38,7 @@ def COMMAND(
     params = sampling_params_of(given)
     options = engine_options_of(given)
     text = read_prompt(prompt, file)
-    llm = load(model, options)
+    llm = load(model, options, require_gate=given["require_gate"])
     report = Report.of(llm, answer(llm, prompt_ids(llm, text, system, raw), params, echo=not as_json))
     if as_json:
         click.echo(json.dumps(report.as_dict(), ensure_ascii=False))

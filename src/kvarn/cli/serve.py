@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from kvarn import hub
+from kvarn.cli._gate import pass_gate
 from kvarn.cli._options import engine_options, engine_options_of
 from kvarn.core.errors import InvalidRequest, ModelError
 from kvarn.server.settings import ServerSettings
@@ -105,6 +107,8 @@ def COMMAND(
     options = replace(engine_options_of(given), max_seqs=max_seqs, step_tokens=step_tokens, also=also)
     server = _server_package()
     _print_sources(ctx)
+    for choice in (options.kv, *also):
+        pass_gate(hub.resolve(model or hub.default_name()), replace(options, kv=choice), required=given["require_gate"])
     server.start_logging(log_level)
     server.serve_model(model, settings, options, on_ready=lambda url: click.echo(f"ready: {url}", err=True))
 

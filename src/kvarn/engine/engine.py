@@ -89,8 +89,9 @@ class Engine:
     ) -> RequestState:
         """Queue a request. deadline_s: seconds from now. guide: constrains the answers. cache: its choice of cache;
         policy: decides over blocks, where `cache` does not say so. None: the engine's own. watch: is told the
-        hidden states of its rows, those of its first answer. replayed_tokens: the last tokens of the prompt that go through the cache as if
-        they had been generated. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and then nothing has changed.
+        hidden states of its rows, those of its first answer. replayed_tokens: the last tokens of the prompt that go
+        through the cache as if they had been generated. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and
+        then nothing has changed.
         """
         prompt_ids = self._checked(request_id, prompt_ids, params)
         now = self._clock()

@@ -56,14 +56,16 @@ def _scatter(found: Sequence[ChoiceSummary], quality: Key | None, best: str | No
     figure, ticker = _matplotlib()
     fig = figure.Figure(figsize=(8.5, 4.5), layout="constrained")
     axes = fig.subplots()
-    key = quality or ("", "")
+    key, ring = quality or ("", ""), None
     for index, choice in enumerate(found):
         if (y := choice.values.get(key)) is None:
             continue
         x, marker = getattr(choice, field), MARKERS[index % len(MARKERS)]
         axes.plot(x, y, marker, color=f"C{index % 10}", markersize=9, label=choice.cache)
         if choice.cache == best:
-            axes.plot(x, y, "o", markersize=19, fillstyle="none", color="black", label="recommended")
+            ring = (x, y)
+    if ring is not None:
+        axes.plot(*ring, "o", markersize=16, fillstyle="none", color="black", label="recommended")
     task, metric = key
     axes.set(xlabel=label, ylabel=f"{task}: {metric.replace('_', ' ')}")
     values = [choice.values[key] for choice in found if key in choice.values]
@@ -83,7 +85,7 @@ def _heat_maps(cells: Sequence[Row]) -> Any:
     caches = list(dict.fromkeys(r.cache for r in cells))
     lengths = sorted({r.detail["length"] for r in cells})
     depths = sorted({r.detail["depth"] for r in cells})
-    fig = figure.Figure(figsize=(6.5, 1.1 + 1.5 * len(caches)), layout="constrained")
+    fig = figure.Figure(figsize=(8, 1.1 + 1.5 * len(caches)), layout="constrained")
     grid = fig.subplots(len(caches), len(FORMS), squeeze=False)
     low = min(-3.0, min(r.value for r in cells))
     image = None

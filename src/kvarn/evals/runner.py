@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvarn import __version__
 from kvarn.core.files import ModelFiles
 from kvarn.core.options import EngineOptions
 from kvarn.engine.build import assemble, check_before_loading
@@ -84,7 +85,14 @@ class Evaluation:
         """Of all that the values hang on."""
         read = {key: getattr(self._settings, key) for key in task.reads}
         engine = {k: str(getattr(self._options, k)) for k in ("weights", "block_size", "residual_tokens", "backend")}
-        facts = {"version": VERSION, "model": self.identity, "cache": choice.text, "task": name, **engine, **read}
+        facts = {
+            "version": [VERSION, __version__],
+            "model": self.identity,
+            "cache": choice.text,
+            "task": name,
+            **engine,
+            **read,
+        }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
     def run(self, listener: Listener | None = None) -> list[Row]:

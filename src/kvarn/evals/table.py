@@ -10,22 +10,35 @@ from kvarn.evals.records import Row
 from kvarn.evals.summary import ChoiceSummary, Key, broken, shown_columns, summaries
 
 MIB = 1 << 20
+FIXED = ("cache", "B/token", "smaller", "peak MiB", "tokens/s")
 
 
-def results_table(rows: Sequence[Row]) -> Table:
-    """A line a choice: memory, speed, and what each task found."""
-    found, columns = summaries(rows), shown_columns(rows)
-    table = Table(title=f"{rows[0].model}: what each cache costs", title_justify="left")
-    for name in header(columns):
+def results_tables(rows: Sequence[Row]) -> list[Table]:
+    """A line a choice: first memory and speed, then a table for each task."""
+    columns = shown_columns(rows)
+    tasks = dict.fromkeys(task for task, _ in columns)
+    first = _table(rows, f"{rows[0].model}: memory and speed", [], 1)
+    return [first, *(_table(rows, task, [c for c in columns if c[0] == task], len(FIXED)) for task in tasks)]
+
+
+def _table(rows: Sequence[Row], title: str, columns: Sequence[Key], skip: int) -> Table:
+    """The fixed columns from the second to `skip` are left out."""
+    found = summaries(rows)
+    table = Table(title=title, title_justify="left")
+    for name in _without(header(columns), skip):
         table.add_column(name, justify="left" if name == "cache" else "right")
     for choice in found:
         style = "red" if broken(choice, found[0]) else None
-        table.add_row(*line(choice, found[0], columns), style=style)
+        table.add_row(*_without(line(choice, found[0], columns), skip), style=style)
     return table
 
 
+def _without(cells: Sequence[str], skip: int) -> list[str]:
+    return [cells[0], *cells[skip:]]
+
+
 def header(columns: Sequence[Key]) -> list[str]:
-    return ["cache", "B/token", "smaller", "peak MiB", "tokens/s", *(f"{t} {m.replace('_', ' ')}" for t, m in columns)]
+    return [*FIXED, *(f"{task} {metric.replace('_', ' ')}" for task, metric in columns)]
 
 
 def line(choice: ChoiceSummary, full: ChoiceSummary, columns: Sequence[Key]) -> list[str]:
