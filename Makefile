@@ -37,7 +37,7 @@ $(VENV)/.pip:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.pip pyproject.toml constraints.txt $(NATIVE)
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c constraints.txt -e ".[serve]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
