@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvarn.core.specs import LayerSpec
+from kvarn.kernels.api import Rope
 from kvarn.kv.policies.base import GroupView, SequenceView
 
 DIM = 8
@@ -66,7 +67,14 @@ def random_view(
     view = GroupView(
         spec, tuple(range(layers)), heads, kept.astype(np.int32), fill, numbers.mass().astype(np.float64), numbers
     )
+    view = replace(view, turn=turn)
     return SequenceView(length, length, 4, layers * heads * DIM * 8, (view,)), numbers
+
+
+def turn(positions: Tensor) -> Rope:
+    """A rotary embedding of DIM channels."""
+    angles = positions[:, None].float() * 100.0 ** (-torch.arange(0, DIM, 2) / DIM)
+    return Rope(angles.cos(), angles.sin())
 
 
 def kept_positions(view: SequenceView, keep: np.ndarray | None) -> list[set[int]]:

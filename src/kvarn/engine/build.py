@@ -156,7 +156,9 @@ def _cache(
 ) -> Cache:
     if plan.mode == "none":
         return RecomputeCache(plan, model.layers, backend, poison=options.poison)
-    return CacheManager(plan, model.layers, backend, poison=options.poison, emit=emit, model_id=model_id)
+    return CacheManager(
+        plan, model.layers, backend, poison=options.poison, emit=emit, model_id=model_id, turns=model.turns
+    )
 
 
 def with_overrides(options: EngineOptions | None, overrides: dict[str, object]) -> EngineOptions:

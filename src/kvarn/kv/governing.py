@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.formats import parse_kv_format
 from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
-from kvarn.kv.policies.base import KVPolicy
+from kvarn.kv.policies.base import KVPolicy, Signal
 
 
 def governed(spec: LayerSpec) -> bool:
@@ -33,3 +35,12 @@ def check_policy(policy: KVPolicy, plan: CachePlan) -> None:
                     f"{name} drops single tokens; a {pool.format} block cannot be rewritten",
                     fixes=("--kv int8", "--kv bfloat16", "a policy that drops whole blocks, such as window"),
                 )
+
+
+def check_rotation(policy: KVPolicy, turns: Sequence[object | None]) -> None:
+    """Raises IncompatiblePlan where the policy turns keys and a model's rotation is none, or hangs on the length."""
+    if Signal.ROTATION in policy.signals and any(t is None for t in turns):
+        raise IncompatiblePlan(
+            f"{type(policy).__name__} turns keys, and this model's rotation depends on how long the text may become",
+            fixes=("positions=original", "a policy that does not turn keys"),
+        )

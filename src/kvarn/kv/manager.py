@@ -24,7 +24,7 @@ from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend
 from kvarn.kv.eviction import drop_blocks, keep_places
-from kvarn.kv.governing import check_policy, governed
+from kvarn.kv.governing import check_policy, check_rotation, governed
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, SequenceView, Signal
@@ -36,11 +36,13 @@ from kvarn.kv.sizing import blocks_for
 from kvarn.kv.state import SequenceState
 from kvarn.kv.stats import CacheMemory, measure, measure_sequence
 from kvarn.kv.step import CacheStep, Span, build_step
+from kvarn.kv.turning import Turn, turn_first_blocks
 
 
 class CacheManager:
     """The paged cache of one engine. model_id, a fingerprint of the weights and of how they are computed, turns prefix
-    caching on. In mode 'contiguous' it is the baseline that reserves the whole context at once."""
+    caching on. turns: each model layer's rotation, for policies that ask for it. In mode 'contiguous' it is the
+    baseline that reserves the whole context at once."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class CacheManager:
         poison: bool = False,
         emit: EventSink | None = None,
         model_id: str | None = None,
+        turns: Sequence[Turn | None] = (),
     ) -> None:
         self.plan, self.backend = plan, backend
         self._emit = emit or (lambda event: None)
@@ -62,6 +65,7 @@ class CacheManager:
         self._assigned: dict[int, tuple[KVPolicy | None, int]] = {}
         sharable = plan.mode == "paged" and model_id is not None
         self.prefixes = PrefixSharing(self.groups, plan.block_size, model_id or "") if sharable else None
+        self._turns = tuple(turns[g.layers[0]] if turns else None for g in self.groups)
         self.peak = measure(self)
 
     # -- admission and room ---------------------------------------------------------------------------------------
@@ -191,6 +195,7 @@ class CacheManager:
             parent.prompt_tokens,
             parent.decided_blocks,
         )
+        child.written = dict(parent.written)
         child.rings = tuple(r and r.copy() for r in parent.rings)
         if self.prefixes is not None:
             self.prefixes.fork(parent, child)
@@ -199,7 +204,7 @@ class CacheManager:
             return short
         for group, source, target in zip(self.groups, parent.rows, rows, strict=True):
             (group.copy_row if self.plan.mode == "contiguous" else group.share_row)(source, target)
-        if parent.policy is not None and Signal.ATTENTION_MASS in parent.policy.needs and not self._own_all(child):
+        if parent.policy is not None and Signal.ATTENTION_MASS in parent.policy.signals and not self._own_all(child):
             self.release(child_id)
             return NoRoom(0, "blocks for a copy: attention mass is counted a sequence")
         self._note_slots(parent)
@@ -282,6 +287,7 @@ class CacheManager:
         that came in; the policy is first asked when they are all computed. Raises IncompatiblePlan."""
         if policy is not None:
             check_policy(policy, self.plan)
+            check_rotation(policy, [t for g, t in zip(self.groups, self._turns, strict=True) if governed(g.spec)])
         self._assigned[seq_id] = (policy, prompt_tokens)
 
     def unassign(self, seq_id: int) -> None:
@@ -304,8 +310,8 @@ class CacheManager:
             group.settle_mass()
         rings = state.rings or (None,) * len(self.groups)
         views = tuple(
-            group_view(g, r, state.length, ring) if governed(g.spec) else None
-            for g, r, ring in zip(self.groups, state.rows, rings, strict=True)
+            group_view(g, r, state.length, ring, turn) if governed(g.spec) else None
+            for g, r, ring, turn in zip(self.groups, state.rows, rings, self._turns, strict=True)
         )
         view = SequenceView(state.length, state.prompt_tokens, self.plan.block_size, per_token, views)
         return policy.decide(view)
@@ -325,8 +331,19 @@ class CacheManager:
             self._emit(
                 BlocksDropped(seq_id, index, tuple(b for _, b in gone), decision.note, tuple(p for p, _ in gone))
             )
+        for index, tokens in enumerate(decision.turn):
+            if tokens:
+                self._turn(state, index, decision.first_blocks, tokens)
         self._note_slots(state)
         return True
+
+    def _turn(self, state: SequenceState, index: int, blocks: int, tokens: int) -> None:
+        """Turn the first blocks of one group; where no block is free for a copy, the next decision does."""
+        turn = self._turns[index]
+        assert turn is not None, "the policy was checked for it"
+        before = state.written.get(index)
+        if made := turn_first_blocks(self.groups[index], state.rows[index], blocks, tokens, turn, before):
+            state.written[index] = made
 
     def _governed_bytes(self) -> int:
         """Bytes that one token takes in the groups that policies can shrink."""
@@ -365,7 +382,7 @@ class CacheManager:
 
 
 def _rings(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[QueryRing | None, ...]:
-    if policy is None or Signal.RECENT_QUERIES not in policy.needs:
+    if policy is None or Signal.RECENT_QUERIES not in policy.signals:
         return ()
     return tuple(QueryRing(policy.query_tokens) if governed(g.spec) else None for g in groups)
 
@@ -374,4 +391,4 @@ def _wants(state: SequenceState, group: int) -> Wants:
     if state.policy is None:
         return NOTHING
     ring = state.rings[group] if state.rings else None
-    return Wants(Signal.ATTENTION_MASS in state.policy.needs, ring)
+    return Wants(Signal.ATTENTION_MASS in state.policy.signals, ring)

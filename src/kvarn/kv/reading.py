@@ -13,6 +13,7 @@ from kvarn.kv.group import CacheGroup
 from kvarn.kv.policies.base import GroupView
 from kvarn.kv.pool import EMPTY
 from kvarn.kv.signals import QueryRing
+from kvarn.kv.turning import Turn
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _mean_heads(tensor: Tensor, keep: int) -> Tensor:
     return tensor
 
 
-def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None) -> GroupView:
+def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None, turn: Turn | None = None) -> GroupView:
     """The view of the sequence whose first table row is `row`."""
     rows = group.rows(row)
     fill = group.tables.fill[rows].copy()
@@ -135,7 +136,7 @@ def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None)
         mass = _gathered(group, rows, stores, 0.0)[:, :longest]
     heads = group.spec.kv_heads if group.grain == "head" else 1
     reader = TensorReader(group, row, length, ring)
-    return GroupView(group.spec, group.layers, heads, positions[:, :longest], fill, mass, reader)
+    return GroupView(group.spec, group.layers, heads, positions[:, :longest], fill, mass, reader, turn)
 
 
 def _gathered(group: CacheGroup, rows: np.ndarray, stores: list[np.ndarray], empty: float) -> np.ndarray:

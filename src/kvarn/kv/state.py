@@ -8,6 +8,7 @@ from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.prefix_node import Node
 from kvarn.kv.prefix_why import Why
 from kvarn.kv.signals import QueryRing
+from kvarn.kv.turning import Written
 
 
 @dataclass(slots=True)
@@ -15,6 +16,7 @@ class SequenceState:
     """rows: its first table row in each group. length: tokens whose K and V are in the cache; reserved: how many could
     be, before another block is taken. token_ids: the committed tokens. policy: what decides over its blocks; rings: the
     queries it reads, for each group; decided_blocks: full blocks of the text when it was asked last, -1 before that;
+    written: of each group whose first blocks were turned, how they were written;
     filled: the last step filled a block. place: where it stands in the prefix index,
     None where it has no part in it; indexed: its blocks that the index knows. prefix_why: why its
     prefix lookup ended where it did.
@@ -29,6 +31,7 @@ class SequenceState:
     prompt_tokens: int = 0
     rings: tuple[QueryRing | None, ...] = ()
     decided_blocks: int = -1
+    written: dict[int, Written] = field(default_factory=dict)
     filled: bool = False
     place: Node | None = None
     indexed: int = 0

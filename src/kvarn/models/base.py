@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -11,7 +12,7 @@ from kvarn.core.errors import UnknownArchitecture
 from kvarn.core.geometry import geometry_of
 from kvarn.core.registry import names_in
 from kvarn.core.specs import LayerKind, LayerSpec, share_layers
-from kvarn.kernels.api import AttendParams
+from kvarn.kernels.api import AttendParams, Rope
 from kvarn.kv.view import StepInputs, StepKV
 from kvarn.models.attention import Attention
 from kvarn.models.build import Weights
@@ -94,6 +95,12 @@ class CausalLM:
         """Do rotations depend on the length that a sequence may reach (`StepInputs.span_tokens`)? Then sequences of
         different spans cannot share blocks."""
         return any(rope.by_length for rope in self._ropes.values())
+
+    @property
+    def turns(self) -> tuple[Callable[[Tensor], Rope] | None, ...]:
+        """Each layer's rotation as a function of positions; None where it depends on the sequence's length."""
+        ropes = (self._ropes[kind] for kind in self._rope_kinds)
+        return tuple(None if rope.by_length else rope.turn for rope in ropes)
 
     @property
     def max_context_tokens(self) -> int | None:

@@ -45,6 +45,12 @@ class RotaryEmbedding:
             return Rope(angles.cos(), angles.sin())
         return Rope(angles.cos() * self._scale, angles.sin() * self._scale)
 
+    def turn(self, positions: Tensor) -> Rope:
+        """The rotation alone, without any attention scaling: positions [n] int64 -> cos, sin [n, R/2] float32. Not for
+        ropes with `by_length`."""
+        angles = positions[:, None].float() * self._frequencies
+        return Rope(angles.cos(), angles.sin())
+
     def _frequencies_at(self, positions: Tensor, span_tokens: Tensor | None) -> Tensor:
         return self._frequencies
 

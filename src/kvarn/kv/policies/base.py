@@ -6,7 +6,7 @@ never sees a tensor that it could change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -18,6 +18,7 @@ from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.options import Grain
 from kvarn.core.registry import load, names_in
 from kvarn.core.specs import LayerSpec
+from kvarn.kernels.api import Rope
 
 PACKAGE = "kvarn.kv.policies"
 
@@ -29,6 +30,7 @@ class Signal(StrEnum):
     RECENT_QUERIES = "recent_queries"  # the last `query_tokens` queries of every layer, rotated
     KEYS = "keys"
     VALUES = "values"
+    ROTATION = "rotation"  # the model's rotary embedding, as a function of positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class GroupView:
 
     positions [R, S] int32: the logical position in each physical place, -1 where there is nothing. fill [R] int32.
     mass [R, S] float32, or None where it was not asked for. layers: model layer indices. heads: rows a layer.
+    turn: positions [n] int64 -> cos, sin [n, R/2] of the layers' rotary embedding, None where it hangs on the length.
     """
 
     spec: LayerSpec
@@ -73,6 +76,7 @@ class GroupView:
     fill: np.ndarray
     mass: np.ndarray | None
     reader: GroupReader
+    turn: Callable[[Tensor], Rope] | None = None
 
     def keys(self) -> Tensor:
         """[R, S, D] float32, rotated as they were written; places without a token undefined."""
@@ -125,10 +129,14 @@ class SequenceView:
 
 @dataclass(frozen=True)
 class Decision:
-    """keep: for each group a bool [R, S] over physical places, or None: change nothing. note: why, in a few words."""
+    """keep: for each group a bool [R, S] over physical places, or None: change nothing. note: why, in a few words.
+    turn: for each group, by how many positions the keys of each row's first_blocks blocks are turned ahead of how they
+    were written, or None; empty: no group's are."""
 
     keep: tuple[np.ndarray | None, ...]
     note: str = ""
+    first_blocks: int = 0
+    turn: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,11 @@ class KVPolicy:
     prefix_pure: ClassVar[bool] = False
     decides: ClassVar[bool] = True
     query_tokens: int = field(default=1, kw_only=True)
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        """What it needs with its parameters."""
+        return self.needs
 
     def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
         """Is there anything to decide? Asked when the prompt is complete, and then each time that the text has grown by
