@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from kvarn.core.options import EngineOptions
     from kvarn.core.requests import Completion, Delta, RequestOutput, SamplingParams
     from kvarn.engine.llm import LLM
+    from kvarn.evals.compress import Compressed, compress
     from kvarn.planner.api import plan
     from kvarn.planner.result import Plan
 
 __version__ = "0.1.0"
 __all__ = [
     "Completion",
+    "Compressed",
     "Delta",
     "EngineOptions",
     "KvarnError",
@@ -27,11 +29,14 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "compress",
     "plan",
 ]
 
 _HOMES = {
     "Completion": "kvarn.core.requests",
+    "Compressed": "kvarn.evals.compress",
+    "compress": "kvarn.evals.compress",
     "Delta": "kvarn.core.requests",
     "EngineOptions": "kvarn.core.options",
     "KvarnError": "kvarn.core.errors",

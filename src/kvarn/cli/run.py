@@ -23,12 +23,25 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
 @click.option("-f", "--file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
 @click.option("--system", metavar="TEXT", help="A system message before the prompt.")
+@click.option(
+    "--compress-prompt",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="RATIO",
+    help="Drop what the model finds least informative of the prompt, down to this share of its tokens.",
+)
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt. The default for base models.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @sampling_options()
 @engine_options()
 def COMMAND(
-    model: str | None, prompt: str | None, file: Path | None, system: str | None, raw: bool, as_json: bool, **given: Any
+    model: str | None,
+    prompt: str | None,
+    file: Path | None,
+    system: str | None,
+    compress_prompt: float | None,
+    raw: bool,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Answer one prompt: text to stdout as it comes, statistics to stderr.
 
@@ -39,11 +52,22 @@ def COMMAND(
     options = engine_options_of(given)
     text = read_prompt(prompt, file)
     llm = load(model, options, require_gate=given["require_gate"])
+    if compress_prompt is not None:
+        text = compressed(llm, text, compress_prompt)
     report = Report.of(llm, answer(llm, prompt_ids(llm, text, system, raw), params, echo=not as_json))
     if as_json:
         click.echo(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
         print_report(report)
+
+
+def compressed(llm: LLM, text: str, ratio: float) -> str:
+    """The prompt made shorter; says how much on stderr."""
+    from kvarn.evals.compress import compress  # noqa: PLC0415  (torch, which the help pages must not load)
+
+    found = compress(text, ratio, llm)
+    click.echo(f"prompt compressed: {found.tokens_before} tokens to {found.tokens_after}", err=True)
+    return found.text
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
