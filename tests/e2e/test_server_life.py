@@ -57,7 +57,8 @@ def test_metrics_count_what_happened(server: Running) -> None:
     assert grown["kvarn:time_to_first_token_seconds_count"] == 3
     assert grown["kvarn:inter_token_latency_seconds_count"] == 18
     assert after["kvarn:num_requests_running"] == after["kvarn:num_requests_waiting"] == 0
-    assert 0 <= after["kvarn:kv_cache_usage_perc"] <= 1
+    assert after["kvarn:kv_cache_usage_perc"] == 0, "blocks that are only kept for later prompts are not in use"
+    assert after["kvarn:kv_cache_held_bytes"] == after["kvarn:kv_cache_spare_bytes"] > 0
     assert after["kvarn:kv_cache_pool_bytes"] > 0
 
 

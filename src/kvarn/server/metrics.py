@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvarn.engine.engine import Engine, StepResult
+from kvarn.engine.engine import Cache, Engine, StepResult
+from kvarn.kv.recompute import RecomputeCache
 from kvarn.kv.stats import CacheMemory
 from kvarn.server.bridge import Finished, Observer, Work
 
@@ -18,15 +19,25 @@ TOKENS = (1, 4, 16, 64, 256, 1_024, 4_096, 16_384, 65_536)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is read from the engine between two steps when somebody asks for the metrics."""
+    """What is read from the engine between two steps when somebody asks for the metrics. spare_bytes: of blocks that
+    only the prefix index holds; they make room when somebody needs it."""
 
     running: int
     waiting: int
     memory: CacheMemory
+    spare_bytes: int
 
 
 def snapshot(engine: Engine) -> Snapshot:
-    return Snapshot(engine.scheduler.n_running, engine.scheduler.n_waiting, engine.cache.memory())
+    scheduler, cache = engine.scheduler, engine.cache
+    return Snapshot(scheduler.n_running, scheduler.n_waiting, cache.memory(), _spare_bytes(cache))
+
+
+def _spare_bytes(cache: Cache) -> int:
+    if isinstance(cache, RecomputeCache) or (prefixes := cache.prefixes) is None:
+        return 0
+    sizes = [(g, p, size) for g, group in enumerate(cache.groups) for p, size in enumerate(group.pool_block_bytes)]
+    return sum(prefixes.spare_blocks(g, p) * size for g, p, size in sizes)
 
 
 class Metrics(Observer):
@@ -48,8 +59,11 @@ class Metrics(Observer):
     def _make_gauges(self) -> None:
         self._running = self._of(Gauge, "num_requests_running", "Sequences that run.")
         self._waiting = self._of(Gauge, "num_requests_waiting", "Sequences that wait for the cache.")
-        self._usage = self._of(Gauge, "kv_cache_usage_perc", "Bytes of blocks held over bytes of all blocks, 0 to 1.")
+        self._usage = self._of(
+            Gauge, "kv_cache_usage_perc", "Bytes that sequences hold over bytes of all blocks, 0 to 1."
+        )
         self._held = self._of(Gauge, "kv_cache_held_bytes", "Bytes of the blocks held.")
+        self._spare = self._of(Gauge, "kv_cache_spare_bytes", "Of these, blocks that are only kept for later prompts.")
         self._pool = self._of(Gauge, "kv_cache_pool_bytes", "Bytes of all blocks, held or free.")
         self._logical = self._of(Gauge, "kv_cache_logical_bytes", "Tokens of all sequences in full precision.")
         self._stored = self._of(Gauge, "kv_cache_utilisation", "Tokens stored over slots of the held blocks, 0 to 1.")
@@ -127,7 +141,9 @@ class Metrics(Observer):
         memory = now.memory
         self._running.set(now.running)
         self._waiting.set(now.waiting)
-        self._usage.set(memory.physical_bytes / memory.pool_bytes if memory.pool_bytes else 0)
+        used_bytes = memory.physical_bytes - now.spare_bytes
+        self._usage.set(used_bytes / memory.pool_bytes if memory.pool_bytes else 0)
+        self._spare.set(now.spare_bytes)
         self._held.set(memory.physical_bytes)
         self._pool.set(memory.pool_bytes)
         self._logical.set(memory.logical_bytes)

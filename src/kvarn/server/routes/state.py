@@ -115,6 +115,7 @@ def _stats(context: ServerContext, now: Snapshot) -> dict[str, Any]:
             "block_size": context.plan.block_size,
             "bytes_per_token": context.plan.bytes_per_token,
             **asdict(memory),
+            "spare_bytes": now.spare_bytes,
             "utilisation": round(memory.utilisation, 4),
         },
     }
