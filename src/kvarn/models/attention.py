@@ -41,8 +41,10 @@ class Attention:
         """residual + attention over rms_norm(x, norm); x, residual [T, hidden] -> [T, hidden]."""
         heads = self._qkv.normed(x, norm, eps, kernels).view(x.shape[0], self._heads, -1)
         q, k, v = heads.split_with_sizes(self._split, 1)
-        if self._q_norm is not None and self._k_norm is not None:
+        if self._q_norm is not None:
             q = kernels.rms_norm(q, self._q_norm, self._eps)
+        if self._k_norm is not None and self._split[1]:
             k = kernels.rms_norm(k, self._k_norm, self._eps)
-        mixed = kv.append_and_attend(q, k, v, rope, self._params)
+        own = (k, v) if self._split[1] else (None, None)
+        mixed = kv.append_and_attend(q, *own, rope, self._params)
         return self._out.added(mixed.view(x.shape[0], -1), residual)
