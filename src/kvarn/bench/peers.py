@@ -33,7 +33,7 @@ class Found:
 def kvarn(kv: str | None = None) -> Engine:
     """Kvarn with its default cache, or with `kv`."""
     name = "kvarn" if kv is None else f"kvarn {kv}"
-    return Engine(name, (sys.executable, str(WORKERS / "kvarn.py")), () if kv is None else (kv,))
+    return Engine(name, (sys.executable, str(WORKERS / "run_kvarn.py")), () if kv is None else (kv,))
 
 
 def find_peers(folder: Path) -> Found:
@@ -43,17 +43,17 @@ def find_peers(folder: Path) -> Found:
     missing: list[str] = []
     programs = folder / "llama.cpp"
     if (programs / "llama-batched-bench").exists():
-        worker = (sys.executable, str(WORKERS / "llama_cpp.py"))
+        worker = (sys.executable, str(WORKERS / "run_llama_cpp.py"))
         engines += [Engine(f"llama.cpp {kv}", worker, (str(programs), kv)) for kv in ("f16", "q8_0")]
     else:
         missing.append(f"llama.cpp: no llama-batched-bench in {programs}")
     if any((folder / "venv").glob("lib/python*/site-packages/openvino_genai")):
-        worker = (str(python), str(WORKERS / "openvino.py"))
+        worker = (str(python), str(WORKERS / "run_openvino.py"))
         engines += [Engine(f"openvino {kv}", worker, (kv,)) for kv in ("f16", "u8")]
     else:
         missing.append(f"OpenVINO GenAI: not installed in {folder / 'venv'}")
     if importlib.util.find_spec("transformers") is not None:
-        engines.append(Engine("transformers bf16", (sys.executable, str(WORKERS / "transformers.py"))))
+        engines.append(Engine("transformers bf16", (sys.executable, str(WORKERS / "run_transformers.py"))))
     else:
         missing.append("transformers: not installed beside Kvarn")
     return Found(tuple(engines), tuple(missing))

@@ -7,11 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-# This file bears the name of the package it measures: its own folder must not be searched.
-sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
-
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM
 
 
 def main(model: str, threads: str) -> None:
