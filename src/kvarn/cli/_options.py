@@ -72,7 +72,13 @@ def engine_options() -> Callable[[F], F]:
     """The options of `EngineOptions`."""
     return _stacked(
         [
-            click.option("--weights", default="native", show_default=True, help="float32, bfloat16 or native."),
+            click.option(
+                "--weights",
+                default="native",
+                metavar="KIND",
+                show_default=True,
+                help="native (as the file holds them), float32, bfloat16, int8 or int4.",
+            ),
             click.option(
                 "--kv",
                 metavar="CHOICE",

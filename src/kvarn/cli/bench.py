@@ -1,4 +1,4 @@
-"""Measure: speed of a server, of the engine, of kernels."""
+"""Measure speed: a server under load, or engines side by side."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ class _Benches(click.Group):
 
 @click.group("bench", cls=_Benches)
 def COMMAND() -> None:
-    """Measure: speed of a server, of the engine, of kernels."""
+    """Measure speed: a server under load, or engines side by side."""

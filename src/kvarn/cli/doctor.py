@@ -88,7 +88,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     for name, checks in found["checks"].items():
         bad = [c for c in checks if not c["ok"]]
         out += ["", f"Kernels of {name} against the reference: {len(checks) - len(bad)} of {len(checks)} agree"]
-        out += [f"  {c['name']:28} error {c['error']:.2e}, limit {c['limit']:.2e}" for c in bad or _worst(checks)]
+        lead = "" if bad else "nearest to its limit: "
+        out += [f"  {lead}{c['name']}: error {c['error']:.2e}, limit {c['limit']:.2e}" for c in bad or _worst(checks)]
     if rates := found["rates"]:
         out += [
             "",

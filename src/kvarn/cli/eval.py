@@ -78,7 +78,7 @@ class Share(click.ParamType):
 @click.option("--budget", type=Share(), default="1%", show_default=True, help="How much perplexity may rise.")
 @click.option("--gate", is_flag=True, help="Keep the verdict on each lossy choice; exit code 1 where one fails.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: kvarn-eval/MODEL.")
-@click.option("--weights", default="native", show_default=True, help="float32, bfloat16 or native.")
+@click.option("--weights", default="native", metavar="KIND", show_default=True, help="As for kvarn run.")
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a block.")
 @click.option("--residual-tokens", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built).")

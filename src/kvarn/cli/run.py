@@ -93,7 +93,7 @@ def _read(file: Path | None) -> str:
 
 def _not_empty(text: str) -> str:
     if not text:
-        raise InvalidRequest("the prompt is empty", fixes=("give some text",))
+        raise InvalidRequest("the prompt is empty", fixes=("-p TEXT", "-f FILE", "a pipe into stdin"))
     return text
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LISTED_NAMES = 20
+
 
 class KvarnError(Exception):
     """Root of the tree. `message` is one line; `fixes` are things the caller can do, cheapest first."""
@@ -56,8 +58,10 @@ class UnknownName(KvarnError):
     """A name of a plug-in, model or device is not known; offers the nearest known ones."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        self.kind, self.name, self.known = kind, name, tuple(known)
+        self.kind, self.name, self.known = kind, name, tuple(dict.fromkeys(known))
         near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.5)
-        listed = ", ".join(near or self.known[:20]) or "none"
+        listed = ", ".join(near or self.known[:LISTED_NAMES]) or "none"
+        if not near and len(self.known) > LISTED_NAMES:
+            listed += f" and {len(self.known) - LISTED_NAMES} more"
         lead = "did you mean" if near else "known"
         super().__init__(f"unknown {kind} {name!r}; {lead}: {listed}")
