@@ -10,13 +10,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(wildcard CMakeLists.txt) $(shell find src/kvarn/kernels/cpu -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
-.PHONY: run test check docs clean help
+.PHONY: run test check docs peers clean help
 
 help:
 	@echo "make run     environment, model, a prompt answered (PROMPT=..., MAX_TOKENS=...)"
 	@echo "make test    environment, the whole test suite"
 	@echo "make check   format, lint, types, import directions, generated docs"
 	@echo "make docs    generate docs/commands.md and the tables"
+	@echo "make peers   the engines that kvarn bench peers compares with"
 	@echo "make clean   remove the environment and what was built"
 
 run: $(VENV)/.installed
@@ -43,6 +44,9 @@ $(VENV)/.installed: $(VENV)/.pip pyproject.toml constraints.txt $(NATIVE)
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install -c constraints.txt --group dev
 	touch $@
+
+peers: $(VENV)/.installed-dev
+	VENV=$(VENV) scripts/peers
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
