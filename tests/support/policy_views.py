@@ -67,7 +67,8 @@ def random_view(
     view = GroupView(
         spec, tuple(range(layers)), heads, kept.astype(np.int32), fill, numbers.mass().astype(np.float64), numbers
     )
-    view = replace(view, turn=turn)
+    tiers = {"formats": ("float32", "int8", "fp8_e4m3"), "block_bytes": (256, 80, 64)}
+    view = replace(view, turn=turn, pools=np.zeros(kept.shape, np.uint8), **tiers)
     return SequenceView(length, length, 4, layers * heads * DIM * 8, (view,)), numbers
 
 

@@ -18,7 +18,8 @@ class EngineOptions:
 
     weights: float32 | bfloat16 | native. kv: a cache choice (`kvarn.kv.choice`): a KV format's name, k=NAME,v=NAME, a
     policy such as h2o:25%, or both with + between them. policy: the policy, where kv names none. also: further choices
-    that single requests may ask for. share_layers: so many neighbouring layers use the first one's cache.
+    that single requests may ask for. tiers: formats of further pools, into which a policy moves tokens. share_layers:
+    so many neighbouring layers use the first one's cache.
     kv_memory_bytes: budget of all pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step
     at most (prefill chunks and decode rows together). residual_tokens: newest tokens that stay in full precision before
     a quantized format seals them; above 0, its prefixes are not shared. grain: how finely block tables are cut.
@@ -31,6 +32,7 @@ class EngineOptions:
     kv: str | None = None
     policy: str | None = None
     also: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
     share_layers: int = 1
     cache: CacheMode = "paged"
     block_size: int = 32
@@ -69,11 +71,18 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A cache group's pools; the first is the open pool. grain: how finely its tables, and so its blocks, are cut."""
+    """A cache group's pools; the first is the open pool. grain: how finely its tables, and so its blocks, are cut.
+    tiers: how many of the pools, the last ones, hold only what a policy moves there."""
 
     group: GroupSpec
     pools: tuple[PoolPlan, ...]
     grain: Grain = "group"
+    tiers: int = 0
+
+    @property
+    def home(self) -> int:
+        """Index of the pool in which tokens settle: the open one, or the one that full blocks are sealed into."""
+        return len(self.pools) - self.tiers - 1
 
     @property
     def rows_per_sequence(self) -> int:

@@ -39,7 +39,7 @@ def kv_report(cache: CacheManager | RecomputeCache) -> KVReport:
     plan, peak = cache.plan, cache.peak
     return KVReport(
         cache=plan.mode,
-        format=plan.groups[0].pools[-1].format if plan.groups else "none",
+        format=plan.groups[0].pools[plan.groups[0].home].format if plan.groups else "none",
         block_size=plan.block_size,
         bytes_per_token=plan.bytes_per_token,
         blocks_peak=peak.blocks,

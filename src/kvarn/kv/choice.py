@@ -71,8 +71,11 @@ def settled(options: EngineOptions) -> EngineOptions:
     also = tuple(parse_choice(text).text for text in options.also)
     policies = [policy_of(p) for p in (own, *map(parse_choice, also))]
     grain = "head" if any(p is not None and p.grain == "head" for p in policies) else options.grain
+    tiers = tuple(dict.fromkeys((*options.tiers, *(t for p in policies if p is not None for t in p.tiers))))
     residual = options.residual_tokens if own.residual_tokens is None else own.residual_tokens
-    return replace(options, kv=own.format, policy=own.policy, also=also, residual_tokens=residual, grain=grain)
+    return replace(
+        options, kv=own.format, policy=own.policy, also=also, residual_tokens=residual, grain=grain, tiers=tiers
+    )
 
 
 def parse_policy(text: str) -> KVPolicy:

@@ -6,6 +6,8 @@ then differs from logical order, which attention does not mind. Sealed and open 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -52,13 +54,22 @@ def drop_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:
 
 
 def _regions(group: CacheGroup, row: int) -> list[tuple[int, int, int]]:
-    """(pool, first place, end place) of the row's sealed blocks and of its open ones."""
+    """(pool, first place, end place) of the row's blocks of each pool; those of one pool stand side by side, the open
+    ones last."""
     fill, n = int(group.tables.fill[row]), int(group.tables.length[row])
-    sealed = int(np.count_nonzero(group.tables.pool[row, :n] != OPEN)) * group.block_size
-    regions = [(OPEN, sealed, fill)]
-    if sealed:
-        regions.insert(0, (int(group.tables.pool[row, 0]), 0, sealed))
+    pools = group.tables.pool[row, :n]
+    starts = [0, *(np.flatnonzero(np.diff(pools.astype(np.int64))) + 1).tolist(), n]
+    regions = [
+        (int(pools[a]), a * group.block_size, max(a * group.block_size, min(b * group.block_size, fill)))
+        for a, b in itertools.pairwise(starts)
+        if b > a
+    ]
+    assert len({pool for pool, _, _ in regions}) == len(regions), "blocks of one pool stand side by side"
     return regions
+
+
+def _rewritable(group: CacheGroup, pool: int) -> bool:
+    return group.views[pool].format.rewritable
 
 
 def _slots_of(group: CacheGroup, row: int, places: np.ndarray) -> np.ndarray:
@@ -77,6 +88,9 @@ def _pack_row(
     for pool, begin, end in _regions(group, row):
         kept = keep[begin:end]
         places = np.arange(begin, end)
+        if not _rewritable(group, pool):  # nothing moves: a block stays or goes as a whole
+            dropped.append((pool, _slots_of(group, row, places[~kept])))
+            continue
         count = int(kept.sum())
         holes, movers = places[:count][~kept[:count]], places[count:][kept[count:]]
         moves.append((pool, _slots_of(group, row, movers), _slots_of(group, row, holes)))
@@ -91,11 +105,16 @@ def _shorten(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:
         each, left = row + offset, 0
         columns: list[np.ndarray] = []
         for pool, begin, end in _regions(group, each):
+            if not _rewritable(group, pool):
+                stays = keep[offset, begin:end].reshape(-1, size).any(1)
+                columns.append(begin // size + np.flatnonzero(~stays))
+                left += int(stays.sum()) * size
+                continue
             count = int(keep[offset, begin:end].sum())
             used = -(-count // size)
             columns.append(np.arange(begin // size + used, -(-end // size)))
             left += used * size if pool != OPEN else count
-        spare = np.concatenate(columns)
+        spare = np.concatenate(columns) if columns else np.empty(0, np.int64)
         pools, blocks = group.tables.entries(each)
         group.give_back([pools[c] for c in spare], [blocks[c] for c in spare])
         gone += [(pools[c], blocks[c]) for c in spare]

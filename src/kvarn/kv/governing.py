@@ -29,7 +29,12 @@ def check_policy(policy: KVPolicy, plan: CachePlan) -> None:
                 f"{name} cuts the cache by {policy.grain}; this engine's tables are cut by {group.grain}",
                 fixes=("start the engine with this policy, or allow it in `also`", f"grain={policy.grain!r}"),
             )
-        for pool in group.pools:
+        if missing := set(policy.tiers) - {p.format for p in group.pools[group.home + 1 :]}:
+            raise IncompatiblePlan(
+                f"{name} moves tokens into {', '.join(sorted(missing))}; this engine has no such pools",
+                fixes=("start the engine with this policy, or allow it in `also`",),
+            )
+        for pool in group.pools[: group.home + 1]:
             if policy.rewrites and not parse_kv_format(pool.format).rewritable:
                 raise IncompatiblePlan(
                     f"{name} drops single tokens; a {pool.format} block cannot be rewritten",

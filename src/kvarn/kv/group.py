@@ -38,6 +38,7 @@ class CacheGroup:
     ) -> None:
         self.plan, self.spec, self.layers = plan, planned.group.spec, planned.group.layers
         self.grain, self.rows_per_seq = planned.grain, planned.rows_per_sequence
+        self.home = planned.home
         self.block_size, self.backend, self.poison = plan.block_size, backend, poison
         self.pools = tuple(BlockPool(p.n_blocks, plan.block_size) for p in planned.pools)
         self.stores = tuple(
@@ -85,9 +86,10 @@ class CacheGroup:
         if self._held.window_tokens is not None:
             held = min(every, held + in_flight)
         needs = [held]
-        if len(self.pools) > 1:
+        if self.home != OPEN:
             newest = blocks_for(self.plan.residual_tokens, self.block_size) + 1
             needs = [min(held, newest + in_flight), held]
+        needs += [0] * (len(self.pools) - len(needs))  # tiers: only what a policy moves there, if there is room
         scaled = [n * self.rows_per_seq for n in needs]
         return list(zip(self.pools, self.pool_block_bytes, scaled, strict=True))
 
@@ -177,7 +179,7 @@ class CacheGroup:
         """For each pool that lacks some: how many of the wanted blocks are missing. Each open block must also find a
         sealed one later."""
         short = {OPEN: want - self.pools[OPEN].free_blocks}
-        if len(self.pools) > 1:
+        if self.home != OPEN:
             short[SEALED] = want - (self.pools[SEALED].free_blocks - self._open_columns)
         return {pool: n for pool, n in short.items() if n > 0}
 
@@ -320,7 +322,7 @@ class CacheGroup:
         """Re-encode the rows' full open blocks that are older than the residual, where the last `grown` tokens made
         some so. What is sealed hangs on the length alone, not on the chunks in which it came. Returns the open blocks
         and what they were sealed as."""
-        if len(self.pools) == 1:
+        if self.home == OPEN:
             return (), ()
         settled = self.tables.fill[row : row + self.rows_per_seq] - self.plan.residual_tokens
         if (settled // self.block_size == (settled - grown) // self.block_size).all():
@@ -364,7 +366,7 @@ class CacheGroup:
     def seal_borders(self, row: int, n_tokens: int) -> list[int]:
         """At which of the next tokens (1 .. n_tokens - 1) one more block is sealed."""
         fill = self.tables.fill[row : row + self.rows_per_seq]
-        if len(self.pools) == 1 or (fill != fill[0]).any():
+        if self.home == OPEN or (fill != fill[0]).any():
             return []
         past = int(fill[0]) - self.plan.residual_tokens
         return [at for at in range(-past % self.block_size, n_tokens, self.block_size) if at > 0 and past + at > 0]
@@ -421,7 +423,7 @@ class CacheGroup:
             for row in range(first, first + self.rows_per_seq):
                 for pool, block in zip(*self.tables.entries(row), strict=True):
                     named[pool][block] += 1
-        if len(self.pools) > 1:
+        if self.home != OPEN:
             named[SEALED].update(made.block for made in self._promised.values())
         return named
 

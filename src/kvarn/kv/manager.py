@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvarn.core.events import (
@@ -23,11 +24,12 @@ from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend
+from kvarn.kv.demotion import encode_demoted, insert
 from kvarn.kv.eviction import drop_blocks, keep_places
 from kvarn.kv.governing import check_policy, check_rotation, governed
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
-from kvarn.kv.policies.base import Decision, KVPolicy, SequenceView, Signal
+from kvarn.kv.policies.base import Decision, GroupView, KVPolicy, SequenceView, Signal
 from kvarn.kv.prefix import Match
 from kvarn.kv.reading import group_view
 from kvarn.kv.sharing import PrefixSharing
@@ -126,7 +128,7 @@ class CacheManager:
             found = len(self.prefixes.index.parts(match, index)) if self.prefixes and match else 0
             headroom = blocks_for(headroom_tokens, self.plan.block_size)
             for at, (pool, _, need) in enumerate(group.peak_blocks(tokens)):
-                shared = found if at == len(group.pools) - 1 else 0
+                shared = found if at == group.home else 0
                 free = pool.free_blocks + self._spare(index, at)
                 short = need + (headroom - shared) * group.rows_per_seq - free
                 if short > 0:
@@ -321,8 +323,13 @@ class CacheManager:
         state = self.sequences[seq_id]
         for group in self.groups:
             group.settle_mass()
+        demote = decision.demote or (None,) * len(self.groups)
         for index, (group, row, keep) in enumerate(zip(self.groups, state.rows, decision.keep, strict=True)):
             if keep is None:
+                continue
+            if (to := demote[index]) is not None:
+                if not self._demote(state, index, keep, to, decision.note):
+                    return False
                 continue
             whole = state.policy is not None and not state.policy.rewrites
             gone = drop_blocks(group, row, keep) if whole else keep_places(group, row, keep)
@@ -337,6 +344,23 @@ class CacheManager:
         self._note_slots(state)
         return True
 
+    def _demote(self, state: SequenceState, index: int, keep: np.ndarray, to: np.ndarray, note: str) -> bool:
+        """Move some kept places of one group into other pools, drop those not kept. False where blocks are missing."""
+        group, row = self.groups[index], state.rows[index]
+        view = group_view(group, row, state.length, None)
+        numbers = view.keys(), view.values()
+        made = encode_demoted(group, row, to, view.positions, numbers)
+        if made is None:
+            return False
+        mass = {i: _mass_of(view, m.row - row, to[m.row - row] == m.pool, group.block_size) for i, m in enumerate(made)}
+        gone = keep_places(group, row, keep & (to <= 0))
+        assert gone is not None, "a sequence whose tokens are demoted owns its blocks"
+        insert(group, made, mass)
+        for new in made:
+            self._emit(BlocksTaken(state.seq_id, index, new.pool, new.blocks))
+        self._emit(BlocksDropped(state.seq_id, index, tuple(b for _, b in gone), note, tuple(p for p, _ in gone)))
+        return True
+
     def _turn(self, state: SequenceState, index: int, blocks: int, tokens: int) -> None:
         """Turn the first blocks of one group; where no block is free for a copy, the next decision does."""
         turn = self._turns[index]
@@ -348,7 +372,7 @@ class CacheManager:
     def _governed_bytes(self) -> int:
         """Bytes that one token takes in the groups that policies can shrink."""
         mine = [g for g in self.groups if governed(g.spec)]
-        return sum(g.pool_block_bytes[-1] * g.rows_per_seq // g.block_size for g in mine)
+        return sum(g.pool_block_bytes[g.home] * g.rows_per_seq // g.block_size for g in mine)
 
     # -- looking --------------------------------------------------------------------------------------------------
     def memory(self) -> CacheMemory:
@@ -379,6 +403,14 @@ class CacheManager:
             group.check([s.rows[index] for s in self.sequences.values()], also)
         if self.prefixes is not None:
             self.prefixes.index.check()
+
+
+def _mass_of(view: GroupView, row: int, moved: np.ndarray, block_size: int) -> np.ndarray:
+    """[n, B]: the attention mass of the places of a row that move, in the order of the text."""
+    places = np.flatnonzero(moved)
+    places = places[np.argsort(view.positions[row, places])]
+    mass = np.zeros(len(places), np.float32) if view.mass is None else view.mass[row, places]
+    return mass.reshape(-1, block_size)
 
 
 def _rings(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[QueryRing | None, ...]:

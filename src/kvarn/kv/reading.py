@@ -136,7 +136,21 @@ def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None,
         mass = _gathered(group, rows, stores, 0.0)[:, :longest]
     heads = group.spec.kv_heads if group.grain == "head" else 1
     reader = TensorReader(group, row, length, ring)
-    return GroupView(group.spec, group.layers, heads, positions[:, :longest], fill, mass, reader, turn)
+    columns = int(group.tables.length[rows].max(initial=0))
+    pools = np.repeat(group.tables.pool[rows, :columns], group.block_size, axis=1)
+    return GroupView(
+        group.spec,
+        group.layers,
+        heads,
+        positions[:, :longest],
+        fill,
+        mass,
+        reader,
+        turn,
+        pools[:, :longest],
+        tuple(v.format.name for v in group.views),
+        group.pool_block_bytes,
+    )
 
 
 def _gathered(group: CacheGroup, rows: np.ndarray, stores: list[np.ndarray], empty: float) -> np.ndarray:

@@ -23,8 +23,8 @@ class PrefixSharing:
         self.stats = PrefixStats()
         self.last_evictions: tuple[Eviction, ...] = ()
         self._groups, self._size, self._model = groups, block_size, model
-        self._format = ",".join(g.views[-1].format.name for g in groups)
-        self._copies = all(len(g.pools) == 1 for g in groups)
+        self._format = ",".join(g.views[g.home].format.name for g in groups)
+        self._copies = all(g.home == OPEN for g in groups)
 
     def identity(self, salt: bytes) -> Identity:
         return Identity(self._model, self._size, self._format, salt=salt)
@@ -94,7 +94,7 @@ class PrefixSharing:
 
     def _part(self, group: CacheGroup, row: int, state: SequenceState) -> Part | None:
         """The group's blocks that hold block number state.indexed of the text; None while not sealed, or dropped."""
-        tables, rest = group.tables, len(group.pools) - 1
+        tables, rest = group.tables, group.home
         column = self._column(group, row, state)
         rows = range(row, row + group.rows_per_seq)
         if column < 0 or any(tables.pool[r, column] != rest for r in rows):

@@ -70,7 +70,8 @@ def _pools(group: GroupSpec, kv: KVFormat, open_kv: KVFormat, asked: EngineOptio
     spec = spec_as_held(group.spec, asked.cache)
     held = seqs * sequence_blocks(spec, context, size) + step_blocks(spec, asked.step_tokens, size)
     if not kv.sealed_only:
-        return (_Pool(group, kv.name, group_block_bytes(group, kv, size), held),)
+        tiers = [parse_kv_format(name) for name in asked.tiers if spec.window_tokens is None]
+        return tuple(_Pool(group, f.name, group_block_bytes(group, f, size), held) for f in (kv, *tiers))
     newest = seqs * (blocks_for(asked.residual_tokens, size) + 1) + blocks_for(asked.step_tokens, size) + 1
     return (
         _Pool(group, open_kv.name, group_block_bytes(group, open_kv, size), min(newest, held)),
@@ -107,7 +108,12 @@ def plan_cache(
             fixes=(f"--kv-memory {least}", "a shorter --context", "a smaller KV format", "a smaller --block-size"),
         )
     groups = tuple(
-        GroupPlan(g, tuple(_sized(p, n, asked.grain) for p in pools if p.group is g), asked.grain)
+        GroupPlan(
+            g,
+            tuple(_sized(p, n, asked.grain) for p in pools if p.group is g),
+            asked.grain,
+            len(asked.tiers) if g.spec.window_tokens is None else 0,
+        )
         for g in dict.fromkeys(p.group for p in pools)
     )
     return CachePlan(
@@ -152,6 +158,11 @@ def _check(asked: EngineOptions, kv: KVFormat, context: int) -> None:
         raise IncompatiblePlan(f"KV memory is {asked.kv_memory_bytes} B; it must be positive")
     if asked.cache == "contiguous" and asked.grain != "group":
         raise IncompatiblePlan(f"--cache contiguous has one table a sequence, not one a {asked.grain}")
+    if asked.tiers and kv.sealed_only:
+        raise IncompatiblePlan(
+            f"{kv.name} beside tiers of {' and '.join(asked.tiers)}: tiers bring their own formats",
+            fixes=("leave the format", "--kv bfloat16"),
+        )
     if asked.cache != "paged" and kv.sealed_only:
         raise IncompatiblePlan(
             f"--cache {asked.cache} has no sealed blocks, and {kv.name} is written only when a block is sealed",

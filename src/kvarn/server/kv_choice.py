@@ -17,7 +17,7 @@ FULL = "full"
 
 def running_format(plan: CachePlan) -> str:
     """The format in which tokens end up."""
-    return plan.groups[0].pools[-1].format if plan.groups else "none"
+    return plan.groups[0].pools[plan.groups[0].home].format if plan.groups else "none"
 
 
 def policy_name(chosen: CacheParams | None, own: KVPolicy | None) -> str:

@@ -67,6 +67,7 @@ class GroupView:
     positions [R, S] int32: the logical position in each physical place, -1 where there is nothing. fill [R] int32.
     mass [R, S] float32, or None where it was not asked for. layers: model layer indices. heads: rows a layer.
     turn: positions [n] int64 -> cos, sin [n, R/2] of the layers' rotary embedding, None where it hangs on the length.
+    pools [R, S] uint8: which pool holds each place; formats, block_bytes: of the group's pools, the open one first.
     """
 
     spec: LayerSpec
@@ -77,6 +78,13 @@ class GroupView:
     mass: np.ndarray | None
     reader: GroupReader
     turn: Callable[[Tensor], Rope] | None = None
+    pools: np.ndarray | None = None
+    formats: tuple[str, ...] = ()
+    block_bytes: tuple[int, ...] = ()
+
+    def pool_of(self, name: str) -> int:
+        """Index of the tier pool with this format."""
+        return 1 + self.formats[1:].index(name)
 
     def keys(self) -> Tensor:
         """[R, S, D] float32, rotated as they were written; places without a token undefined."""
@@ -131,11 +139,14 @@ class SequenceView:
 class Decision:
     """keep: for each group a bool [R, S] over physical places, or None: change nothing. note: why, in a few words.
     turn: for each group, by how many positions the keys of each row's first_blocks blocks are turned ahead of how they
-    were written, or None; empty: no group's are."""
+    were written, or None; empty: no group's are.
+    demote: for each group an int [R, S], the pool into which a kept place moves, 0 where it stays; whole blocks of them
+    a row."""
 
     keep: tuple[np.ndarray | None, ...]
     note: str = ""
     first_blocks: int = 0
+    demote: tuple[np.ndarray | None, ...] = ()
     turn: tuple[int | None, ...] = ()
 
 
@@ -156,6 +167,11 @@ class KVPolicy:
     prefix_pure: ClassVar[bool] = False
     decides: ClassVar[bool] = True
     query_tokens: int = field(default=1, kw_only=True)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Formats of further pools that it moves tokens into, which an engine has that may be asked for it."""
+        return ()
 
     @property
     def signals(self) -> frozenset[Signal]:
