@@ -1,0 +1,88 @@
+"""The comparison's arithmetic, and its processes, with a small engine of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvarn.bench.cases import CASES, Case, Timing, prompt_ids, tokens_per_s
+from kvarn.bench.compare import Comparison, compare
+from kvarn.bench.peers import Engine, find_peers
+
+PROGRAM = """
+import json, sys
+speed = float(sys.argv[3])
+print("talk of its own")
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    case = json.loads(line)["case"]
+    if case["name"] == sys.argv[4]:
+        print(json.dumps({"error": "too long"}), flush=True)
+    else:
+        print(json.dumps({"prefill_s": 1 / speed, "decode_s": (case["output_tokens"] - 1) / speed}), flush=True)
+"""
+
+
+def engine(tmp_path: Path, name: str, speed: float, refuses: str = "-") -> Engine:
+    program = tmp_path / "engine.py"
+    program.write_text(PROGRAM, "utf-8")
+    return Engine(name, (sys.executable, str(program)), (str(speed), refuses))
+
+
+@pytest.mark.parametrize(
+    ("counted", "expected"), [("prefill", 4 * 100 / 2), ("decode", 4 * 10 / 5), ("all", 4 * 111 / 7)]
+)
+def test_whose_tokens_count(counted: str, expected: float) -> None:
+    case = Case("c", 4, 100, 11, counted)  # pyright: ignore[reportArgumentType]
+    assert tokens_per_s(case, Timing(2.0, 5.0)) == pytest.approx(expected)
+
+
+def test_cases_are_those_promised_and_prompts_begin_differently() -> None:
+    names = [c.name for c in CASES]
+    assert names == ["decode", "decode_at_4096", "prefill_512", "batch_32x128+64", "decode_32_at_2048"]
+    for case in CASES:
+        prompts = prompt_ids(case, 32_000)
+        assert len(prompts) == case.streams and {len(p) for p in prompts} == {case.prompt_tokens}
+        assert len({p[0] for p in prompts}) == case.streams
+        assert all(300 <= t < 32_000 for p in prompts for t in p)
+
+
+def test_rounds_are_interleaved_and_ratios_are_of_medians(tmp_path: Path) -> None:
+    seen: list[str] = []
+    engines = [engine(tmp_path, "kvarn", 200.0), engine(tmp_path, "slow", 50.0), engine(tmp_path, "fast", 100.0)]
+    result = compare(engines, [Case("decode", 1, 4, 5, "decode")], tmp_path, 1, 2, seen.append)
+    assert result.notes == []
+    assert result.runs["decode", "kvarn"] == pytest.approx([200.0, 200.0])
+    (ratio,) = result.ratios()
+    assert ratio["best_peer_engine"] == "fast" and ratio["ratio"] == pytest.approx(2.0)
+    rounds = [s.rpartition(": ")[2] for s in seen if "round" in s]
+    assert rounds == ["kvarn", "slow", "fast"] * 2
+    numbers = result.as_dict({"cores": 1})
+    assert set(numbers) == {"machine", "results", "ratios", "notes"}
+    assert set(numbers["results"][0]) == {"case", "engine", "value", "unit", "runs"}
+    assert set(numbers["ratios"][0]) == {"case", "kvarn", "best_peer", "best_peer_engine", "ratio"}
+
+
+def test_an_engine_that_fails_is_left_out_with_a_note(tmp_path: Path) -> None:
+    engines = [
+        engine(tmp_path, "kvarn", 10.0),
+        engine(tmp_path, "partial", 10.0, "decode"),
+        Engine("absent", (sys.executable, "-c", "raise SystemExit(3)")),
+    ]
+    cases = [Case("decode", 1, 4, 5, "decode"), Case("prefill_512", 1, 4, 1, "prefill")]
+    result = compare(engines, cases, tmp_path, 1, 2, lambda _: None)
+    assert any("too long" in n for n in result.notes) and any("absent ended with 3" in n for n in result.notes)
+    assert result.median("decode", "partial") is None and result.median("prefill_512", "partial") is not None
+
+
+def test_the_default_cache_is_what_ratios_judge() -> None:
+    case = Case("decode", 1, 4, 5, "decode")
+    runs = {("decode", "kvarn"): [10.0], ("decode", "kvarn int8"): [99.0], ("decode", "peer"): [5.0]}
+    assert Comparison((case,), ("kvarn", "kvarn int8", "peer"), runs).ratios()[0]["ratio"] == 2.0
+
+
+def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
+    missing = " ".join(find_peers(tmp_path).missing)
+    assert "llama.cpp" in missing and "OpenVINO" in missing

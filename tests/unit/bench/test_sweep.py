@@ -1,0 +1,35 @@
+"""The cases of `kvarn bench engine` and the mix of `kvarn bench cache`."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from kvarn.bench.commands.cache import _mix
+from kvarn.bench.commands.engine import numbers
+from kvarn.bench.roofline import Roofline
+from kvarn.bench.sweep import engine_cases
+
+
+def test_cases_of_the_sweep() -> None:
+    cases = {c.name: c for c in engine_cases([32, 4096], [1, 8])}
+    assert set(cases) == {"prefill_512", "decode_at_32", "decode_at_4096", "batch_1", "batch_8"}
+    assert cases["decode_at_4096"].prompt_tokens == 4096 and cases["batch_8"].streams == 8
+
+
+def test_the_mix_fits_its_context_and_repeats() -> None:
+    mix = _mix(200, 512, seed=3)
+    assert mix == _mix(200, 512, seed=3) != _mix(200, 512, seed=4)
+    assert all(p >= 1 and a >= 1 and p + a < 512 for p, a in mix)
+
+
+@pytest.mark.parametrize("text", ["", "1,x", "0"])
+def test_lists_of_numbers_are_checked(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        numbers(text)
+
+
+def test_the_roofline_counts_weights_and_cache() -> None:
+    reached = Roofline(weight_bytes=90_000_000, cache_bytes=10_000_000, read_bytes_per_s=20e9, step_s=0.010)
+    assert reached.limit_s == pytest.approx(0.005) and reached.share == pytest.approx(0.5)
+    assert "50% of the limit" in reached.line() and "100.0 MB" in reached.line()
