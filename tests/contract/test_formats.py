@@ -10,6 +10,7 @@ import torch
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.formats import format_names, load_format, parse_kv_format
 from kvarn.core.specs import ELEMENT_BYTES
+from support.format_bounds import LLOYD_MAX, bound
 from support.kernels import REFERENCE, Heads, empty_pool, make_bag, sealed
 
 each_format = pytest.mark.parametrize("name", format_names())
@@ -55,28 +56,6 @@ def test_rewritable_means_that_each_token_has_entries_of_its_own(name: str) -> N
     assert all(t.dtype in ELEMENT_BYTES for t in layouts)
 
 
-def bound(name: str, x: torch.Tensor, *, key: bool) -> torch.Tensor:
-    """The stated bound on |x - decoded|, elementwise; x [tokens, channels] of one block and head."""
-    top = x.abs().amax(-1, keepdim=True)
-    half = 2.0**-11  # half a unit in the last place of float16, relative
-    if name in ("float32", "bfloat16", "float16"):
-        return x.abs() * {"float32": 0.0, "bfloat16": 2.0**-8, "float16": half}[name] + 2.0**-25
-    if name == "fp8_e4m3":
-        return torch.maximum(x.abs() * 2.0**-4, torch.tensor(2.0**-10)) + (x.abs() - 448).clamp_min(0)
-    if name == "int8":
-        return top / 127 * (0.5 + 127 * half) + 1e-6
-    bits = int(name[-1])
-    if name.startswith("int"):
-        part = x if key else x.unflatten(-1, (-1, 32))
-        axis = 0 if key else -1
-        low, high = part.amin(axis, keepdim=True), part.amax(axis, keepdim=True)
-        step = (high - low) / (2**bits - 1)
-        limit = step * 0.5 * (1 + half) + (high - low) * half * 2 + low.abs() * half + 1e-6
-        return (limit.expand_as(part) if key else limit.expand_as(part).flatten(-2)).clone()
-    # rotated: each number may be off by as much as all together; the sum of squares is what is bounded
-    return x.norm(dim=-1, keepdim=True).expand_as(x)
-
-
 @pytest.mark.parametrize("name", format_names())
 @pytest.mark.parametrize("outlier", [1.0, 40.0])
 def test_round_trip_error_is_within_the_bound(name: str, outlier: float) -> None:
@@ -87,10 +66,6 @@ def test_round_trip_error_is_within_the_bound(name: str, outlier: float) -> None
     for key, (a, b) in ((True, (want[0].transpose(-1, -2), got[0].transpose(-1, -2))), (False, (want[1], got[1]))):
         for x, y in zip(a.flatten(0, 2), b.flatten(0, 2), strict=True):
             assert ((x - y).abs() <= bound(name, x, key=key)).all()
-
-
-# Gaussian numbers: relative mean square error of the Lloyd-Max quantizers (Max 1960), which a rotation makes of any.
-LLOYD_MAX = {"turbo4": 0.009497, "turbo3": 0.03454, "turbo2": 0.1175}
 
 
 @pytest.mark.parametrize("name", LLOYD_MAX)
