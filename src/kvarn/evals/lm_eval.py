@@ -62,7 +62,7 @@ class KvarnLM(LM):
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Each context's continuation up to one of `until`. Batched: the engine runs as many as fit."""
-        asked = [(self._encode(r.args[0]), _params(dict(r.args[1]))) for r in requests]
+        asked = [(self._encode(context), _params(how)) for context, how in map(_arguments, requests)]
         groups = itertools.groupby(range(len(asked)), key=lambda i: asked[i][1])
         texts: list[str] = []
         for params, group in groups:
@@ -88,6 +88,10 @@ class KvarnLM(LM):
         """What stands before a text without a context: the token that begins a text, or one that ends an answer."""
         bos = self.llm.tokenizer.bos_id
         return bos if bos is not None else min(self.llm.tokenizer.end_ids, default=0)
+
+
+def _arguments(request: Any) -> tuple[Any, ...]:
+    return request.args
 
 
 def _params(how: dict[str, Any]) -> SamplingParams:
