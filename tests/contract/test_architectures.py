@@ -30,6 +30,14 @@ TINY = {
     "eos_token_id": 2,
 }
 PHI_FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": 97,
+}
 # Architecture -> variants of its config, each a real option of real models of that family.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -107,6 +115,23 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
+    },
+    "gemma4_text": {
+        "shared caches, own inputs": {
+            **GEMMA4,
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 16,
+            "use_double_wide_mlp": True,
+        },
+        "k is v": {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 8,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 2,
+        },
+        "no own inputs": {**GEMMA4, "hidden_size_per_layer_input": 0},
+        "all its own": {**GEMMA4, "hidden_size_per_layer_input": 8, "final_logit_softcapping": 5.0},
     },
     "phi3": {
         "plain": {},
@@ -241,6 +266,7 @@ def test_tensors_are_the_parameters(name: str, pairs: Any) -> None:
     """Every parameter of the checkpoint is held once, in float32; a tied embedding as a table and as a product."""
     pair = pairs(name, next(iter(CASES[name])))
     numbers = sum(p.numel() for p in pair.theirs.parameters())
+    numbers += sum(b.numel() for name, b in pair.theirs.named_buffers() if name.endswith("layer_scalar"))
     tied = pair.theirs.model.embed_tokens.weight.numel() if pair.theirs.config.tie_word_embeddings else 0
     assert pair.ours.weight_bytes == 4 * (numbers + tied)
 
@@ -258,6 +284,9 @@ def test_layers_keep_what_transformers_keeps(name: str, variant: str, pairs: Any
         filled = pair.theirs(pair.ids[None], use_cache=True).past_key_values
     assert len(filled.layers) == len(pair.ours.layers)
     for spec, layer in zip(pair.ours.layers, filled.layers, strict=True):
+        if spec.shares_layer is not None:
+            assert getattr(layer, "keys", None) is None
+            continue
         assert layer.keys.shape[1::2] == (spec.kv_heads, spec.k_dim)
         assert layer.values.shape[1::2] == (spec.kv_heads, spec.v_dim)
         assert getattr(layer, "sliding_window", None) == spec.window_tokens

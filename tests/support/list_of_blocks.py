@@ -25,6 +25,7 @@ class ListOfBlocks:
         n_blocks = n_sequences * self.columns
         self.table = torch.arange(n_blocks - 1, -1, -1, dtype=torch.int32).view(n_sequences, self.columns)
         self.pools = [self._pool(n_blocks, spec.kv_heads, spec.k_dim, spec.v_dim) for spec in model.layers]
+        self.owners = [i if s.shares_layer is None else s.shares_layer for i, s in enumerate(model.layers)]
         self.lengths = [0] * n_sequences
 
     def _pool(self, n_blocks: int, heads: int, k_dim: int, v_dim: int) -> PoolView:
@@ -68,20 +69,23 @@ class Step:
     rows: StepRows
 
     def layer(self, index: int) -> LayerView:
-        return LayerView(self, self.cache.pools[index])
+        owner = self.cache.owners[index]
+        return LayerView(self, self.cache.pools[owner], owner == index)
 
 
 @dataclass
 class LayerView:
     step: Step
     pool: PoolView
+    writes: bool
 
     def append_and_attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, rope: Rope | None, params: AttendParams
     ) -> Tensor:
-        assert k is not None and v is not None and rope is not None
+        assert rope is not None and (k is not None) == (v is not None) == self.writes
         backend = self.step.cache.backend
-        backend.write(backend.rope(k, rope), v, self.step.slots, self.pool, 0)
+        if k is not None and v is not None:
+            backend.write(backend.rope(k, rope), v, self.step.slots, self.pool, 0)
         q = backend.rope(q, rope)
         return backend.attend(q, self.step.rows, self.step.table, [self.pool], 0, params).out
 

@@ -23,7 +23,7 @@ from kvarn.models.rope import RotaryEmbedding, rotary_embedding
 from kvarn.models.weights.base import Product, total_bytes
 
 ARCHITECTURES = "kvarn.models.architectures"
-_ALIASES = {"gemma3": "gemma3_text"}
+_ALIASES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 SHARE_LAYERS = "kvarn_share_layers"  # beside the config's own keys: see `kvarn.core.specs.share_layers`
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -95,8 +95,8 @@ def rotary_embedding(config: Config, head_dim: int, layer_type: str | None = Non
     """The embedding for layers of `layer_type` (None: the model has one kind). Raises ConfigError by name for an
     unknown scaling or a missing parameter."""
     given = rope_parameters(config, layer_type)
-    dim = int(head_dim * number(given, "partial_rotary_factor", 1.0))
     kind = given["rope_type"]
+    dim = head_dim if kind == "proportional" else int(head_dim * number(given, "partial_rotary_factor", 1.0))
     if kind not in _SCALINGS:
         raise ConfigError(f"config: rope scaling {kind!r}", fixes=(f"known: {', '.join(sorted(_SCALINGS))}",))
     return _SCALINGS[kind](given, config, dim)
@@ -151,6 +151,14 @@ def _default(given: Mapping[str, Any], config: Config, dim: int) -> RotaryEmbedd
 def _linear(given: Mapping[str, Any], config: Config, dim: int) -> RotaryEmbedding:
     """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
     return RotaryEmbedding(_plain(given["rope_theta"], dim) / _need(given, "factor"))
+
+
+def _proportional(given: Mapping[str, Any], config: Config, dim: int) -> RotaryEmbedding:
+    """Gemma 4: only the first share of all channel pairs turns, at the whole head's frequencies."""
+    turning = int(number(given, "partial_rotary_factor", 1.0) * dim // 2)
+    frequencies = torch.zeros(dim // 2)
+    frequencies[:turning] = _plain(given["rope_theta"], dim)[:turning]
+    return RotaryEmbedding(frequencies / number(given, "factor", 1.0))
 
 
 def _dynamic(given: Mapping[str, Any], config: Config, dim: int) -> RotaryEmbedding:
@@ -229,6 +237,7 @@ _SCALINGS: dict[str, Callable[[Mapping[str, Any], Config, int], RotaryEmbedding]
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "proportional": _proportional,
     "factors": _factors,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -30,7 +30,7 @@ class Gemma2(CausalLM):
         self.qkv_bias = self.output_bias = bool(config.get("attention_bias"))
         super().__init__(config, weights)
 
-    def embedding_scale(self) -> float | None:
+    def embedding_scale(self) -> float:
         return torch.tensor(self.hidden_size**0.5, dtype=self.activations).item()
 
     def attend_params(self, spec: LayerSpec) -> AttendParams:
