@@ -36,7 +36,9 @@ def run(pipe: genai.LLMPipeline, prompts: list[list[int]], output_tokens: int) -
     begun = time.perf_counter()
     metrics = pipe.generate(inputs, config).perf_metrics
     whole = time.perf_counter() - begun
-    prefill = max(metrics.raw_metrics.m_times_to_first_token) / 1000
+    prefill = max(metrics.raw_metrics.m_times_to_first_token) / 1e6  # in microseconds
+    if not 0 < prefill <= whole:
+        return {"error": f"first tokens after {prefill} s of {whole} s: the figures do not fit together"}
     return {"prefill_s": prefill, "decode_s": max(whole - prefill, 1e-9)}
 
 
