@@ -73,8 +73,11 @@ def recommend(found: Sequence[ChoiceSummary], most_rise: float) -> ChoiceSummary
 def broken(choice: ChoiceSummary, full: ChoiceSummary) -> list[str]:
     """Why the choice breaks the model, in words; empty where it does not."""
     why: list[str] = []
-    if (rise := choice.rise(full)) is not None and rise > BROKEN_RISE:
-        why.append(f"perplexity {rise:+.0%}")
+    for (task, metric), theirs in full.values.items():
+        mine = choice.values.get((task, metric))
+        if metric.startswith("perplexity") and mine is not None and mine > (1 + BROKEN_RISE) * theirs:
+            what = metric.replace("_", " ") + ("" if (task, metric) == PERPLEXITY else f" of {task}")
+            why.append(f"{what} {as_rise(mine / theirs)}")
     if (agrees := choice.values.get(AGREEMENT)) is not None and agrees < BROKEN_AGREEMENT:
         why.append(f"its likeliest token is the full cache's in {agrees:.0%} of the steps only")
     for key, theirs in full.values.items():
@@ -82,6 +85,11 @@ def broken(choice: ChoiceSummary, full: ChoiceSummary) -> list[str]:
         if key[1].endswith("seen_exact") and mine is not None and theirs >= 0.5 and mine < BROKEN_SHARE * theirs:
             why.append(f"{key[0]} {key[1].replace('_', ' ')} {mine:.0%} instead of {theirs:.0%}")
     return why
+
+
+def as_rise(ratio: float) -> str:
+    """+12.34%, or how many times as much where that would be a long number."""
+    return f"{ratio - 1:+.2%}" if ratio < 3 else f"{ratio:,.3g} times"
 
 
 def verdict_lines(found: Sequence[ChoiceSummary], most_rise: float) -> list[str]:

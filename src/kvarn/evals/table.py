@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvarn.evals.records import Row
-from kvarn.evals.summary import ChoiceSummary, Key, broken, shown_columns, summaries
+from kvarn.evals.summary import ChoiceSummary, Key, as_rise, broken, shown_columns, summaries
 
 MIB = 1 << 20
 FIXED = ("cache", "B/token", "smaller", "peak MiB", "tokens/s")
@@ -60,6 +60,6 @@ def _cell(choice: ChoiceSummary, full: ChoiceSummary, key: Key) -> str:
         return f"{value:.1%}"
     if key[1].startswith("perplexity"):
         base = full.values.get(key)
-        rise = f" ({value / base - 1:+.2%})" if base and choice is not full else ""
-        return f"{value:.3f}{rise}"
+        rise = f" ({as_rise(value / base)})" if base and choice is not full else ""
+        return f"{value:,.3f}{rise}"
     return f"{value:.4f}"

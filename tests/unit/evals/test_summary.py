@@ -39,7 +39,10 @@ def test_a_choice_that_breaks_the_model_is_not_recommended_whatever_its_perplexi
     assert recommend([FULL, lost, other], 0.01) is FULL
     assert broken(lost, FULL) == ["needle unseen exact 10% instead of 80%"]
     assert "60%" in broken(other, FULL)[0]
-    assert broken(choice("int2", 26.0, 10.0), FULL) == ["perplexity +30%"]
+    assert broken(choice("int2", 26.0, 10.0), FULL) == ["perplexity +30.00%"]
+    streamed = ChoiceSummary("full", {("stream", "perplexity_end"): 20.0})
+    diverged = ChoiceSummary("window:64", {("stream", "perplexity_end"): 4000.0})
+    assert broken(diverged, streamed) == ["perplexity end of stream 200 times"]
     lines = verdict_lines([FULL, lost, other], 0.01)
     assert lines[0].startswith("at most 1.0% perplexity: full")
     assert "small models" in lines[-1]
