@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from kvarn.core.errors import UnknownName
 from kvarn.core.geometry import ModelGeometry
+from kvarn.core.geometry.model import ParameterCount
 from kvarn.planner.ranks import stage_sizes
 from kvarn.planner.settings import Settings
 from kvarn.planner.terms import Term, estimated, exact
@@ -51,6 +52,10 @@ _WEIGHT_ALIASES = {
     "q3_k_m": "q3_k",
 }
 WIDE_TYPES = frozenset({"f32", "bf16", "f16"})
+# Bits a weight once Kvarn holds the blocks: codes, and a scale (and an offset, where there is one) for each 32.
+_CODE_BITS = {"q4_0": 4.5, "q4_1": 5.0, "q4_k": 5.0, "q5_0": 8.5, "q5_1": 9.0, "q5_k": 9.0}
+_CODE_BITS |= {"f32": 32.0, "f16": 16.0, "bf16": 16.0}
+_OTHER_CODE_BITS = 8.5
 
 
 def weight_bits(name: str) -> tuple[str, float]:
@@ -84,15 +89,24 @@ def model_weights(geometry: ModelGeometry, weights: str | None) -> Term:
     return estimated("weights", nbytes, int(nbytes + max(0.0, tables) + 0.02 * nbytes), how)
 
 
+# Bits of a weight as Kvarn holds ggml's types: 4-bit codes stay, wider ones take 8; two bytes a scale, two an offset.
+_HELD_BITS = {"q4_0": 4.5, "q4_1": 5.0, "q4_k": 5.0, "q5_1": 9.0, "q5_k": 9.0}
+_HELD_WIDE, _HELD_WIDEST = 8.5, 9.0
+
+
 def held_by_kvarn(geometry: ModelGeometry, weights: str | None) -> tuple[Term, float] | None:
     """Weights in Kvarn's memory, and bytes of one weight that a product reads. None where that is as stored.
 
-    Kvarn multiplies in bfloat16 (or float32) whatever the file holds. A quantized file's embedding stays in its blocks
-    and is decoded by the row; tied weights have a copy that is laid out for the output's product.
+    As they are ('native'), quantized matrices stay codes and float ones become bfloat16. Asked for in bfloat16 or
+    float32, all are multiplied so; a quantized file's embedding then stays in its blocks and is decoded by the row, and
+    tied weights have a copy that is laid out for the output's product.
     """
     counted = geometry.parameters
     if weights not in (*AS_STORED, "bfloat16", "float32") or counted is None or not counted.embedding:
         return None
+    if weights in AS_STORED and geometry.stored_weight_bytes is not None and quantized(geometry):
+        term = _as_codes(geometry)
+        return term, term.bytes / counted.total
     width = 4 if weights == "float32" else 2
     head = counted.output or counted.embedding
     products = (counted.layers + counted.experts + head) * width
@@ -103,6 +117,36 @@ def held_by_kvarn(geometry: ModelGeometry, weights: str | None) -> tuple[Term, f
     table = embedding_bytes(geometry)
     how += f" + embedding in the file's blocks, {table:,} B"
     return estimated("weights", products + table // 2, products + 2 * table, how, products + table), float(width)
+
+
+def code_bytes(geometry: ModelGeometry, counted: ParameterCount, weights: str | None) -> int:
+    """Bytes of the codes of `models/weights/native`, int4 or int8. Tied tables are held once."""
+    if weights == "int8":  # a scale a row, which is about as long as the model is wide
+        return int(counted.total * (1 + 2 / max(1, geometry.hidden_size)))
+    held = sum(
+        nbytes * _CODE_BITS.get(name.lower(), _OTHER_CODE_BITS) / _WEIGHT_BITS.get(name.lower(), _OTHER_CODE_BITS)
+        for name, nbytes in geometry.weight_bytes
+    )
+    if weights in AS_STORED:
+        return int(held)
+    blocks = quantized(geometry)
+    table = embedding_bytes(geometry) if blocks else int(counted.embedding * _OTHER_CODE_BITS) // 8
+    head = table if counted.output else 0
+    return (counted.layers + counted.experts) * 5 // 8 + table + head
+
+
+def _as_codes(geometry: ModelGeometry) -> Term:
+    """A file's quantized types as codes. Matrices that are multiplied together take the widest form among them."""
+    types = {name.lower(): nbytes for name, nbytes in geometry.weight_bytes}
+    coded = {name: nbytes for name, nbytes in types.items() if name not in WIDE_TYPES}
+    rest = sum(types.values()) - sum(coded.values())
+    grown = {n: int(b * _HELD_BITS.get(n, _HELD_WIDE) / _WEIGHT_BITS.get(n, _HELD_WIDE)) for n, b in coded.items()}
+    nbytes = rest + sum(grown.values())
+    how = "codes of " + ", ".join(f"{name} {held:,} B" for name, held in grown.items())
+    if len(coded.keys() - {"q8_0"}) <= 1:
+        return exact("weights", nbytes, how)
+    widest = rest + sum(int(b * _HELD_WIDEST / _WEIGHT_BITS.get(n, _HELD_WIDEST)) for n, b in coded.items())
+    return estimated("weights", nbytes, widest, how, nbytes)
 
 
 def embedding_bytes(geometry: ModelGeometry) -> int:
