@@ -16,7 +16,7 @@ CACHE_MODES: tuple[CacheMode, ...] = ("paged", "contiguous", "none")
 class EngineOptions:
     """What a user asks of an engine. None: decide for me.
 
-    weights: float32 | bfloat16 | native. kv: a cache choice (`kvarn.kv.choice`): a KV format's name, k=NAME,v=NAME, a
+    weights: float32 | bfloat16 | int8 | int4 | native. kv: a cache choice (`kvarn.kv.choice`): a KV format's name, k=NAME,v=NAME, a
     policy such as h2o:25%, or both with + between them. policy: the policy, where kv names none. also: further choices
     that single requests may ask for. tiers: formats of further pools, into which a policy moves tokens. share_layers:
     so many neighbouring layers use the first one's cache.
