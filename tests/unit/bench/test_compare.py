@@ -84,5 +84,5 @@ def test_the_default_cache_is_what_ratios_judge() -> None:
 
 
 def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
-    missing = " ".join(find_peers(tmp_path).missing)
+    missing = " ".join(find_peers(tmp_path, tmp_path / "m.gguf").missing)
     assert "llama.cpp" in missing and "OpenVINO" in missing

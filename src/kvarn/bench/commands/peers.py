@@ -54,7 +54,7 @@ def COMMAND(
     path = resolve(model or default_name()).path
     if not path.is_file():
         raise InvalidRequest(f"{path} is no GGUF file", fixes=("give a GGUF file, which all peers read",))
-    found = find_peers(folder.resolve())
+    found = find_peers(folder.resolve(), path)
     peers = [e for e in found.engines if not only or e.name.startswith(only)]
     engines = [kvarn(), *(kvarn(kv) for kv in formats), *peers]
     cases = [c for c in CASES if not names or c.name in names]
