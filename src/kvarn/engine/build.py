@@ -24,6 +24,7 @@ from kvarn.kv.choice import check_context, parse_choice, policy_of, settled
 from kvarn.kv.governing import check_policy
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.recompute import RecomputeCache
+from kvarn.kv.settling import policy_for
 from kvarn.kv.sizing import plan_cache
 from kvarn.models.base import CausalLM
 from kvarn.models.config import text_config
@@ -111,7 +112,7 @@ def _verifier(
 def _residual_is_lossy(plan: CachePlan) -> bool:
     """A residual makes what a query reads of a block depend on how far behind it the block lies, so a sequence that
     takes sealed blocks over would read others than one that computes them: such prefixes are not shared."""
-    return plan.residual_tokens > 0 and any(len(group.pools) > 1 for group in plan.groups)
+    return plan.residual_tokens > 0 and any(group.home > 0 for group in plan.groups)
 
 
 def check_before_loading(files: ModelFiles, options: EngineOptions) -> None:
@@ -142,7 +143,7 @@ def _check_choices(options: EngineOptions, plan: CachePlan) -> None:
     """Every choice of cache that may be asked for can be had. Raises IncompatiblePlan."""
     for choice in (CacheParams(policy=options.policy), *map(parse_choice, options.also)):
         check_context(choice, plan.context_tokens)
-        if (policy := policy_of(choice)) is not None:
+        if (policy := policy_for(choice, plan, None)) is not None:
             check_policy(policy, plan)
 
 

@@ -17,10 +17,10 @@ from kvarn.engine.sampler import Sampled, sample, token_logprob
 from kvarn.engine.scheduler import Row, Scheduler, StepPlan
 from kvarn.engine.sequence import Entry
 from kvarn.engine.verify import Verifier, Watched
-from kvarn.kv.choice import policy_of
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.recompute import RecomputeCache
+from kvarn.kv.settling import policy_for
 from kvarn.kv.step import Span
 from kvarn.models.base import CausalLM
 from kvarn.text import Tokenizer
@@ -112,7 +112,9 @@ class Engine:
             block_tokens=self.cache.plan.block_size,
         )
         state.watch = self.verifier.watch(prompt_ids, state.seed) if self.verifier and watch is None else watch
-        self._enter(entry, (policy_of(cache) if cache else None) or policy or self.policy)
+        self._enter(
+            entry, policy_for(cache, self.cache.plan, policy or self.policy) if cache else policy or self.policy
+        )
         self._next_seq_id += params.n
         self._requests[request_id] = state
         for completion in state.completions:

@@ -69,9 +69,13 @@ def settled(options: EngineOptions) -> EngineOptions:
             raise IncompatiblePlan(f"two policies, {own.policy} and {stated}", fixes=("name one",))
         own = replace(own, policy=stated)
     also = tuple(parse_choice(text).text for text in options.also)
-    policies = [policy_of(p) for p in (own, *map(parse_choice, also))]
+    further = [parse_choice(text) for text in also]
+    policies = [policy_of(p) for p in (own, *further)]
+    formats = [p.format for p in further if p.format not in (None, own.format) and p.policy == "full"]
     grain = "head" if any(p is not None and p.grain == "head" for p in policies) else options.grain
-    tiers = tuple(dict.fromkeys((*options.tiers, *(t for p in policies if p is not None for t in p.tiers))))
+    tiers = tuple(
+        dict.fromkeys((*options.tiers, *map(str, formats), *(t for p in policies if p is not None for t in p.tiers)))
+    )
     residual = options.residual_tokens if own.residual_tokens is None else own.residual_tokens
     return replace(
         options, kv=own.format, policy=own.policy, also=also, residual_tokens=residual, grain=grain, tiers=tiers

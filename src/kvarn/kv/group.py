@@ -358,6 +358,22 @@ class CacheGroup:
         self.give_back([OPEN] * len(places), sources_left)
         return tuple(sources_left), tuple(int(self.tables.block[p]) for p in places)
 
+    def seal_columns(self, row: int, columns: np.ndarray, pool: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Encode full open blocks, columns [R, C] bool, in a tier's pool, as many as it has free blocks for: the others
+        stay as they are. Returns the open blocks and what they became."""
+        offsets, chosen = np.nonzero(columns)
+        n = min(len(chosen), self.pools[pool].free_blocks)
+        places = list(zip((row + offsets[:n]).tolist(), chosen[:n].tolist(), strict=True))
+        sources, targets = [int(self.tables.block[p]) for p in places], self.pools[pool].take(n)
+        assert targets is not None, "no more than there are were asked for"
+        if n:
+            self.backend.seal(self.views[OPEN], torch.tensor(sources), self.views[pool], torch.tensor(targets))
+            self.pools[pool].adopt(self.pools[OPEN], sources, targets)
+            for (each, column), target in zip(places, targets, strict=True):
+                self.tables.replace(each, column, pool, target)
+            self.give_back([OPEN] * n, sources)
+        return tuple(sources), tuple(targets)
+
     # -- sealing ahead, within a step -------------------------------------------------------------------------------
     def sealed_columns(self, row: int, ahead: int) -> int:
         """How many of the sequence's leading blocks are sealed once `ahead` more tokens are there."""

@@ -338,6 +338,12 @@ class CacheManager:
             self._emit(
                 BlocksDropped(seq_id, index, tuple(b for _, b in gone), decision.note, tuple(p for p, _ in gone))
             )
+        for index, columns in enumerate(decision.seal):
+            if columns is not None:
+                pool = decision.seal_into[index]
+                source, target = self.groups[index].seal_columns(state.rows[index], columns, pool)
+                if source:
+                    self._emit(BlocksSealed(seq_id, index, source, target, pool))
         for index, tokens in enumerate(decision.turn):
             if tokens:
                 self._turn(state, index, decision.first_blocks, tokens)

@@ -51,9 +51,8 @@ class Shared:
             self.made[first] = KERNELS.rope(k, rope), v
         keys, values = (x.repeat_interleave(2, dim=1) for x in self.made[first])
         scores = torch.einsum("qhd,khd->hqk", KERNELS.rope(q, rope), keys) * params.scale
-        weights = torch.softmax(
-            scores.masked_fill(~torch.ones(len(q), len(q), dtype=torch.bool).tril(), -torch.inf), -1
-        )
+        later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        weights = torch.softmax(scores.masked_fill(later, -torch.inf), -1)
         return torch.einsum("hqk,khd->qhd", weights, values).contiguous()
 
 

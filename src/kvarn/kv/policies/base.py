@@ -141,12 +141,14 @@ class Decision:
     turn: for each group, by how many positions the keys of each row's first_blocks blocks are turned ahead of how they
     were written, or None; empty: no group's are.
     demote: for each group an int [R, S], the pool into which a kept place moves, 0 where it stays; whole blocks of them
-    a row."""
+    a row. seal: for each group a bool [R, C], full open blocks that are encoded as they are in the pool seal_into."""
 
     keep: tuple[np.ndarray | None, ...]
     note: str = ""
     first_blocks: int = 0
     demote: tuple[np.ndarray | None, ...] = ()
+    seal: tuple[np.ndarray | None, ...] = ()
+    seal_into: tuple[int, ...] = ()
     turn: tuple[int | None, ...] = ()
 
 

@@ -1,0 +1,66 @@
+"""Requests of one batch in different formats."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvarn.core.errors import IncompatiblePlan
+from kvarn.core.requests import SamplingParams
+from kvarn.kv.choice import parse_choice
+from kvarn.kv.manager import CacheManager
+from support.engines import Watch, make_engine
+
+PROMPT = [(7 * i * i + 3 * i) % 250 for i in range(45)]
+ANSWER = SamplingParams(max_tokens=30, ignore_eos=True)
+CHOICES = ("full", "int8", "fp8_e4m3,residual=8", "h2o:16,recent=4", "int8,residual=0")
+
+
+def answers(choices: tuple[str, ...]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """Token ids, and each request's bytes at its end."""
+    engine, watch = make_engine(also=CHOICES, residual_tokens=4), None
+    watch = Watch(engine)
+    for text in choices:
+        engine.add_request(text, PROMPT, ANSWER, cache=parse_choice(text))
+    watch.finish()
+    found = {t: watch.outputs[t].completions[0] for t in choices}
+    return [c.token_ids for c in found.values()], {t: c.trace.physical_bytes for t, c in found.items() if c.trace}
+
+
+def test_a_batch_of_formats_is_each_alone() -> None:
+    together, held = answers(CHOICES)
+    assert together == [answers((choice,))[0][0] for choice in CHOICES]
+    assert held["full"] > held["fp8_e4m3,residual=8"] > held["int8,residual=0"] * 0.8
+    assert held["int8,residual=0"] < 0.5 * held["full"]
+
+
+def test_blocks_lie_in_the_pools_of_their_formats() -> None:
+    engine = make_engine(also=("int8",), residual_tokens=8)
+    engine.add_request("a", PROMPT, ANSWER, cache=parse_choice("int8"))
+    cache, seen = engine.cache, 0
+    assert isinstance(cache, CacheManager)
+    while engine.has_work:
+        engine.step()
+        cache.check()
+        (group,) = cache.groups
+        assert [v.format.name for v in group.views] == ["float32", "int8"]
+        for state in cache.sequences.values():
+            if state.length > len(PROMPT):
+                counts = [n.total() for n in group.named([state.rows[0]])]
+                assert counts[1] >= (state.length - 8) // 4 - 1
+                seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("int4", "no pool of int4; this engine has float32, int8"),
+        ("h2o:25%+int8", "int8 goes with the policy full"),
+        ("float32,residual=99", "residual of 99 tokens; this engine's is 32"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(asked: str, said: str) -> None:
+    engine = make_engine(also=("int8",), residual_tokens=32)
+    with pytest.raises(IncompatiblePlan, match=said):
+        engine.add_request("a", PROMPT, ANSWER, cache=parse_choice(asked))
+    assert not engine.has_work
