@@ -7,8 +7,8 @@ import sys
 import time
 
 import numpy as np
-import openvino
-import openvino_genai as genai
+import openvino  # pyright: ignore[reportMissingImports]  not in Kvarn's environment
+import openvino_genai as genai  # pyright: ignore[reportMissingImports]
 
 
 def main(model: str, threads: str, kv: str = "u8") -> None:
@@ -27,7 +27,7 @@ def main(model: str, threads: str, kv: str = "u8") -> None:
         print(json.dumps(answer), flush=True)
 
 
-def run(pipe: genai.LLMPipeline, prompts: list[list[int]], output_tokens: int) -> dict[str, float]:
+def run(pipe: genai.LLMPipeline, prompts: list[list[int]], output_tokens: int) -> dict[str, float | str]:
     """Greedy answers to all prompts together; the last first token's time is the pipeline's own."""
     config = genai.GenerationConfig(max_new_tokens=output_tokens, ignore_eos=True, do_sample=False)
     config.apply_chat_template = False
