@@ -115,7 +115,7 @@ def test_attend_over_a_bag_of_two_formats(backend: Backend, heads: Heads, fmt: s
 @each_backend
 def test_attend_over_every_pair_of_formats(backend: Backend) -> None:
     """K of one format, V of another, beside open blocks."""
-    heads = Heads(2, 3, 64, 32, 32)
+    heads = Heads(2, 5, 64, 32, 32)
     bag = make_bag(heads, (100, 33), (9, 1))
     q, table, params = queries(bag, torch.bfloat16), mixed_table(bag, 2), plain_params(bag)
     for k, v in itertools.product(format_names(), repeat=2):
