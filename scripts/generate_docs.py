@@ -50,7 +50,8 @@ def formats_page() -> str:
         v = 8 * found.v_block_bytes(EXAMPLE_DIM, EXAMPLE_BLOCK) / elements
         what = first_line("kvarn.kv.formats", name) or first_paragraph(type(found).__doc__)
         rows.append(f"| {name} | {k:.2f} | {v:.2f} | {'yes' if found.lossless else ''} | {what} |\n")
-    head = f"Bits an element at head dim {EXAMPLE_DIM} and {EXAMPLE_BLOCK} tokens a block, scales counted.\n\n"
+    head = f"Bits an element at head dim {EXAMPLE_DIM} and {EXAMPLE_BLOCK} tokens a block, scales counted.\n"
+    head += "What each loses on real keys and values, per real bit: [the log](log.md).\n\n"
     return (
         "# KV formats\n"
         + MADE
