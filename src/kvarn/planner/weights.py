@@ -52,10 +52,6 @@ _WEIGHT_ALIASES = {
     "q3_k_m": "q3_k",
 }
 WIDE_TYPES = frozenset({"f32", "bf16", "f16"})
-# Bits a weight once Kvarn holds the blocks: codes, and a scale (and an offset, where there is one) for each 32.
-_CODE_BITS = {"q4_0": 4.5, "q4_1": 5.0, "q4_k": 5.0, "q5_0": 8.5, "q5_1": 9.0, "q5_k": 9.0}
-_CODE_BITS |= {"f32": 32.0, "f16": 16.0, "bf16": 16.0}
-_OTHER_CODE_BITS = 8.5
 
 
 def weight_bits(name: str) -> tuple[str, float]:
@@ -102,7 +98,12 @@ def held_by_kvarn(geometry: ModelGeometry, weights: str | None) -> tuple[Term, f
     tied weights have a copy that is laid out for the output's product.
     """
     counted = geometry.parameters
-    if weights not in (*AS_STORED, "bfloat16", "float32") or counted is None or not counted.embedding:
+    if counted is None or not counted.embedding:
+        return None
+    if weights in ("int4", "int8"):
+        term = _rounded(geometry, counted, weights)
+        return term, term.bytes / counted.total
+    if weights not in (*AS_STORED, "bfloat16", "float32"):
         return None
     if weights in AS_STORED and geometry.stored_weight_bytes is not None and quantized(geometry):
         term = _as_codes(geometry)
@@ -119,20 +120,17 @@ def held_by_kvarn(geometry: ModelGeometry, weights: str | None) -> tuple[Term, f
     return estimated("weights", products + table // 2, products + 2 * table, how, products + table), float(width)
 
 
-def code_bytes(geometry: ModelGeometry, counted: ParameterCount, weights: str | None) -> int:
-    """Bytes of the codes of `models/weights/native`, int4 or int8. Tied tables are held once."""
-    if weights == "int8":  # a scale a row, which is about as long as the model is wide
-        return int(counted.total * (1 + 2 / max(1, geometry.hidden_size)))
-    held = sum(
-        nbytes * _CODE_BITS.get(name.lower(), _OTHER_CODE_BITS) / _WEIGHT_BITS.get(name.lower(), _OTHER_CODE_BITS)
-        for name, nbytes in geometry.weight_bytes
-    )
-    if weights in AS_STORED:
-        return int(held)
-    blocks = quantized(geometry)
-    table = embedding_bytes(geometry) if blocks else int(counted.embedding * _OTHER_CODE_BITS) // 8
-    head = table if counted.output else 0
-    return (counted.layers + counted.experts) * 5 // 8 + table + head
+def _rounded(geometry: ModelGeometry, counted: ParameterCount, weights: str) -> Term:
+    """All matrices rounded to int8 (a scale a row, which is about as long as the model is wide) or int4 (tables as the
+    file's blocks, or 8 bits). Tied tables are held once."""
+    if weights == "int8":
+        nbytes = int(counted.total * (1 + 2 / max(1, geometry.hidden_size)))
+        return estimated("weights", nbytes, int(1.02 * nbytes), f"{counted.total:,} weights of 8 bits, a scale a row")
+    table = embedding_bytes(geometry) if quantized(geometry) else int(counted.embedding * _HELD_WIDE) // 8
+    tables = table * (2 if counted.output else 1)
+    four = counted.layers + counted.experts
+    how = f"{four:,} weights of 4 bits with scale and offset for each 32 + tables of {tables:,} B"
+    return estimated("weights", int(four * 4.5) // 8 + tables, four * 5 // 8 + tables, how, four * 5 // 8 + tables)
 
 
 def _as_codes(geometry: ModelGeometry) -> Term:

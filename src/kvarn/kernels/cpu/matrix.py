@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,26 @@ from kvarn.kernels.cpu import _native
 from kvarn.kernels.cpu.codes import ACTIVATIONS, DTYPES
 
 TILE_ROWS, BLOCK_COLUMNS = 16, 32
+TILES_AT_ONCE = 64
 _AS_IS, _NORMED, _GATED = 0, 1, 2
 
 
 def pack(held: Codes) -> Tensor:
-    """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product.h."""
+    """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product.h. A few
+    tiles at a time, so that a large vocabulary's table is not copied several times on the way."""
+    n_rows, columns = held.codes.shape
+    tiles, groups = -(-n_rows // TILE_ROWS), held.scale.shape[1]
+    sides = 1 if held.offset is None else 2
+    out = torch.empty((tiles, TILE_ROWS * (columns * held.bits // 8 + 2 * sides * groups)), dtype=torch.uint8)
+    for begin in range(0, tiles, TILES_AT_ONCE):
+        rows = slice(begin * TILE_ROWS, (begin + TILES_AT_ONCE) * TILE_ROWS)
+        offset = None if held.offset is None else held.offset[rows]
+        part = replace(held, codes=held.codes[rows], scale=held.scale[rows], offset=offset)
+        out[begin : begin + TILES_AT_ONCE] = _packed(part)
+    return out
+
+
+def _packed(held: Codes) -> Tensor:
     n_rows, columns = held.codes.shape
     tiles, groups = -(-n_rows // TILE_ROWS), held.scale.shape[1]
     codes = _whole_tiles(held.codes, tiles).view(tiles, TILE_ROWS, columns // BLOCK_COLUMNS, BLOCK_COLUMNS)
