@@ -32,11 +32,15 @@ def shell_lines(first_word: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("words", shell_lines("kvarn"), ids=" ".join)
 def test_command_lines_are_understood(words: list[str]) -> None:
-    context = click.Context(kvarn, info_name="kvarn")
-    command = kvarn.get_command(context, words[1])
-    assert command is not None
-    arguments = [word for word in words[2:] if word != "--help"]
-    assert command.make_context(words[1], arguments, parent=context).params
+    command: click.Command = kvarn
+    arguments = [word for word in words[1:] if word != "--help"]
+    context = click.Context(command, info_name="kvarn")
+    while isinstance(command, click.Group):
+        name = arguments.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None
+        command, context = found, click.Context(found, info_name=name, parent=context)
+    assert command.make_context(words[-1], arguments, parent=context.parent).command is command
 
 
 @pytest.mark.parametrize("words", shell_lines("make"), ids=" ".join)
