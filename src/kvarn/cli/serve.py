@@ -74,7 +74,10 @@ def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--max-seqs", type=int, default=64, show_default=True, help="Sequences that run at once.")
 @click.option("--step-tokens", type=int, default=512, show_default=True, help="Token rows of one step at most.")
 @click.option(
-    "--also", multiple=True, metavar="CHOICE", help="A further cache policy that single requests may ask for."
+    "--also",
+    multiple=True,
+    metavar="CHOICE",
+    help="A further cache that single requests may ask for: a policy, or a format. May be given several times.",
 )
 @click.option("--share-prefixes", is_flag=True, help="Tenants find each other's cached prompts.")
 @click.option(

@@ -121,7 +121,8 @@ class TokenLogprob:
 class CompletionTrace:
     """What an answer's way through the engine was. waits, preemptions: the reasons, in words. cached_tokens: found in
     the prefix index; prefix: why no more of them (None: nothing was looked up). physical_bytes: of the blocks held at
-    the end, shared ones included; logical_bytes: its cached tokens in full precision."""
+    the end, shared ones included; logical_bytes: its cached tokens in full precision; bytes_by_format: the physical
+    ones by the KV format of the blocks, without those that hold none."""
 
     waits: tuple[str, ...] = ()
     preemptions: tuple[str, ...] = ()
@@ -129,6 +130,7 @@ class CompletionTrace:
     physical_bytes: int = 0
     logical_bytes: int = 0
     prefix: str | None = None
+    bytes_by_format: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,6 +278,7 @@ class Engine:
             physical_bytes=physical,
             logical_bytes=logical,
             prefix=self.cache.prefix_reason(completion.seq_id),
+            bytes_by_format=tuple(self.cache.bytes_by_format(completion.seq_id).items()),
         )
 
     def _score_prompt(self, row: Row, place: _Place, run: StepRun, span: int) -> None:

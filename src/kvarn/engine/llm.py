@@ -9,6 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.files import ModelFiles
 from kvarn.core.options import EngineOptions
@@ -17,9 +18,11 @@ from kvarn.engine.build import Parts, build_engine, with_overrides
 from kvarn.engine.report import KVReport, kv_report
 from kvarn.engine.stream import Outbox, Stream
 from kvarn.hub import default_name, resolve
+from kvarn.kv.choice import check_context, parse_choice
 from kvarn.text.chat import Message
 
 Prompt = str | Sequence[int]
+CacheChoice = CacheParams | str
 
 
 class LLM:
@@ -46,12 +49,25 @@ class LLM:
         self._ids = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **overrides: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheChoice | None = None,
+        **overrides: Any,
     ) -> list[RequestOutput]:
-        """Answer prompts (texts or token ids; one or many, batched together), in their order. overrides: fields of
-        SamplingParams. Raises InvalidRequest and DoesNotFit before anything runs. Streams that are open go on."""
+        """Answer prompts (texts or token ids; one or many, batched together), in their order.
+
+        cache: the cache of these prompts, in the words of `kv` ('h2o:25%', 'int8') or as CacheParams; None: the
+        engine's own. A format beside the engine's, and a policy that cuts by head, must stand in the options' `also`.
+        What each answer's cache took is in its `trace`. overrides: fields of SamplingParams. Raises InvalidRequest,
+        DoesNotFit, IncompatiblePlan and UnknownName before anything runs. Streams that are open go on.
+
+        >>> llm = LLM("smollm2-135m", also=("int8",))
+        >>> llm.generate("The capital of France is", cache="int8", max_tokens=8)[0].completions[0].trace.physical_bytes
+        """
         wanted = self._params(params, overrides)
-        request_ids = self._submit([self._encode(p) for p in _as_list(prompts)], wanted)
+        request_ids = self._submit([self._encode(p) for p in _as_list(prompts)], wanted, cache)
         try:
             for request_id in request_ids:
                 self._outbox.finish(request_id)
@@ -59,20 +75,34 @@ class LLM:
             outputs = [self._outbox.close(request_id) for request_id in request_ids]
         return [output for output in outputs if output is not None]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **overrides: Any) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheChoice | None = None,
+        **overrides: Any,
+    ) -> Stream:
         """Answer one prompt piece by piece; leaving the loop early cancels it. The whole answer is in the stream's
-        `output` at its end, and the last one that ended in `last_output`."""
-        (request_id,) = self._submit([self._encode(prompt)], self._params(params, overrides))
+        `output` at its end, and the last one that ended in `last_output`. cache, and what it raises: as in
+        `generate`."""
+        (request_id,) = self._submit([self._encode(prompt)], self._params(params, overrides), cache)
         return Stream(self._outbox, request_id, self._note)
 
     def _note(self, output: RequestOutput) -> None:
         self.last_output = output
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **overrides: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        cache: CacheChoice | None = None,
+        **overrides: Any,
     ) -> RequestOutput:
-        """Answer a conversation ({'role', 'content'} each) with the model's own chat template."""
-        return self.generate([self.chat_ids(messages)], params, **overrides)[0]
+        """Answer a conversation ({'role', 'content'} each) with the model's own chat template. cache, and what it
+        raises: as in `generate`."""
+        return self.generate([self.chat_ids(messages)], params, cache=cache, **overrides)[0]
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation's prompt, ready for the assistant's turn."""
@@ -99,13 +129,16 @@ class LLM:
         fields = {f: getattr(params or SamplingParams(), f) for f in SamplingParams.__dataclass_fields__}
         return SamplingParams(**{**fields, **overrides})
 
-    def _submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
+    def _submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, cache: CacheChoice | None) -> list[str]:
         """All or none: a prompt that cannot be served takes back those before it."""
+        chosen = parse_choice(cache) if isinstance(cache, str) else cache
+        if chosen is not None:
+            check_context(chosen, self.plan.context_tokens)
         request_ids: list[str] = []
         try:
             for ids in prompts:
                 request_id = f"llm-{next(self._ids)}"
-                self.engine.add_request(request_id, ids, params)
+                self.engine.add_request(request_id, ids, params, cache=chosen)
                 self._outbox.open(request_id)
                 request_ids.append(request_id)
         except Exception:

@@ -36,7 +36,7 @@ from kvarn.kv.sharing import PrefixSharing
 from kvarn.kv.signals import NOTHING, QueryRing, Wants
 from kvarn.kv.sizing import blocks_for
 from kvarn.kv.state import SequenceState
-from kvarn.kv.stats import CacheMemory, measure, measure_sequence
+from kvarn.kv.stats import CacheMemory, bytes_by_format, measure, measure_sequence
 from kvarn.kv.step import CacheStep, Span, build_step
 from kvarn.kv.turning import Turn, turn_first_blocks
 
@@ -393,6 +393,10 @@ class CacheManager:
     def sequence_bytes(self, seq_id: int) -> tuple[int, int]:
         """(physical, logical) bytes of one sequence now; (0, 0) where it is not admitted."""
         return measure_sequence(self, seq_id)
+
+    def bytes_by_format(self, seq_id: int) -> dict[str, int]:
+        """The physical bytes of one sequence now, by the format of its blocks; empty where it is not admitted."""
+        return bytes_by_format(self, seq_id)
 
     def _note_peak(self, in_flight_tokens: int = 0) -> None:
         now = measure(self, in_flight_tokens)

@@ -93,6 +93,10 @@ class RecomputeCache:
         """(0, 0): nothing is kept."""
         return 0, 0
 
+    def bytes_by_format(self, seq_id: int) -> dict[str, int]:
+        """Empty: nothing is kept."""
+        return {}
+
     def reset_peak(self) -> None:
         self.scratch_bytes_peak = 0
 

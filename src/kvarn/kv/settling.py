@@ -11,6 +11,7 @@ from kvarn.core.cache_params import CacheParams
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.options import CachePlan
 from kvarn.kv.choice import policy_of
+from kvarn.kv.governing import governed
 from kvarn.kv.policies.base import Decision, GroupView, KVPolicy, SequenceView
 
 
@@ -43,11 +44,23 @@ class SettleIn(KVPolicy):
         return open_ & (columns < settled[:, None])
 
 
+def formats_of(plan: CachePlan) -> tuple[str, ...]:
+    """The formats that a request may ask for: the engine's own first, then those with a pool of their own."""
+    home = [g.pools[g.home].format for g in plan.groups]
+    further = [p.format for g in plan.groups if governed(g.group.spec) for p in g.pools[g.home + 1 :]]
+    return tuple(dict.fromkeys((*home, *further)))
+
+
+def settles_apart(params: CacheParams | None, plan: CachePlan) -> bool:
+    """Whether a choice names a format that is not the engine's own."""
+    own = {g.pools[g.home].format for g in plan.groups}
+    return bool(own) and params is not None and params.format is not None and own != {params.format}
+
+
 def policy_for(params: CacheParams, plan: CachePlan, own: KVPolicy | None) -> KVPolicy | None:
     """What a request's choice of cache means under this plan; own: the engine's policy, where the choice names none.
     Raises IncompatiblePlan for a format that this engine has no pool for, or only without a policy."""
-    home = {g.pools[g.home].format for g in plan.groups}
-    if params.format is None or not plan.groups or home == {params.format}:
+    if params.format is None or not settles_apart(params, plan):
         policy = policy_of(params) or own
         if params.residual_tokens not in (None, plan.residual_tokens):
             raise IncompatiblePlan(
@@ -55,9 +68,8 @@ def policy_for(params: CacheParams, plan: CachePlan, own: KVPolicy | None) -> KV
                 fixes=("leave it", f"start the engine with --residual-tokens {params.residual_tokens}"),
             )
         return policy
-    tiers = [p.format for g in plan.groups for p in g.pools[g.home + 1 :]]
-    if params.format not in tiers:
-        known = ", ".join(dict.fromkeys((*home, *tiers)))
+    if params.format not in formats_of(plan):
+        known = ", ".join(formats_of(plan))
         raise IncompatiblePlan(
             f"no pool of {params.format}; this engine has {known}",
             fixes=(f"start it with {params.format!r} in `also`", f"one of {known}"),

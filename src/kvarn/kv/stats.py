@@ -41,11 +41,19 @@ def measure_sequence(manager: CacheManager, seq_id: int) -> tuple[int, int]:
     """(physical, logical) bytes of one sequence, as in CacheMemory; shared blocks count. (0, 0) where it has none."""
     if (state := manager.sequences.get(seq_id)) is None:
         return 0, 0
-    physical = 0
-    for group, row in zip(manager.groups, state.rows, strict=True):
-        counts = group.named([row])
-        physical += sum(n.total() * size for n, size in zip(counts, group.pool_block_bytes, strict=True))
-    return physical, state.length * _full_token_bytes(manager)
+    return sum(bytes_by_format(manager, seq_id).values()), state.length * _full_token_bytes(manager)
+
+
+def bytes_by_format(manager: CacheManager, seq_id: int) -> dict[str, int]:
+    """Physical bytes of one sequence now, by the format of its blocks; shared blocks count. Empty where it has none."""
+    found: dict[str, int] = {}
+    if (state := manager.sequences.get(seq_id)) is None:
+        return found
+    for group, plan, row in zip(manager.groups, manager.plan.groups, state.rows, strict=True):
+        for pool, named, size in zip(plan.pools, group.named([row]), group.pool_block_bytes, strict=True):
+            if blocks := named.total():
+                found[pool.format] = found.get(pool.format, 0) + blocks * size
+    return found
 
 
 def measure(manager: CacheManager, in_flight_tokens: int = 0) -> CacheMemory:

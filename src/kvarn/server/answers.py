@@ -65,7 +65,7 @@ def whole(
     choices = [form.choice(i * n + c.index, c, o) for i, o in enumerate(outputs) for c in o.completions]
     answer = {**form.envelope(streamed=False), "choices": choices, "usage": usage_of(outputs)}
     if body.kvarn or body.kv is not None:
-        answer["kvarn"] = kv_choice.report(context.plan, context.policy_name(cache), outputs)
+        answer["kvarn"] = kv_choice.report(context.plan, context.kv_got(cache), outputs)
     return answer
 
 
@@ -100,7 +100,7 @@ class ChunkWriter:
         outputs = [r.output for r in results]
         report = None
         if self._body.kvarn or self._body.kv is not None:
-            report = kv_choice.report(self._context.plan, self._context.policy_name(self._cache), outputs)
+            report = kv_choice.report(self._context.plan, self._context.kv_got(self._cache), outputs)
         if self._want_usage or report is not None:
             chunk = {**self._form.envelope(streamed=True), "choices": [], "usage": usage_of(outputs)}
             yield chunk if report is None else {**chunk, "kvarn": report}

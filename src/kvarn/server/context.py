@@ -16,7 +16,7 @@ from kvarn.server.desk import Desk
 from kvarn.server.errors import ApiError
 from kvarn.server.events import EventHub
 from kvarn.server.guided import GuideMaker
-from kvarn.server.kv_choice import policy_name
+from kvarn.server.kv_choice import KVGot, got
 from kvarn.server.metrics import Metrics
 from kvarn.server.settings import ServerSettings
 from kvarn.server.tenants import Tenants, load_tenants
@@ -42,9 +42,9 @@ class ServerContext:
     policy: KVPolicy | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def policy_name(self, chosen: CacheParams | None) -> str:
-        """The policy that decides over a request: its own, or the server's."""
-        return policy_name(chosen, self.policy)
+    def kv_got(self, chosen: CacheParams | None) -> KVGot:
+        """The cache that a request has: the one it chose, or the server's."""
+        return got(chosen, self.plan, self.policy)
 
     def check_model(self, asked: str | None) -> None:
         """Raises ApiError 404 for a model that is not served."""

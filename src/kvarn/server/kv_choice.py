@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvarn.core.cache_params import CacheParams
 from kvarn.core.options import CachePlan
-from kvarn.core.requests import RequestOutput
+from kvarn.core.requests import CompletionTrace, RequestOutput
 from kvarn.kv.choice import check_context, parse_choice, policy_text
 from kvarn.kv.policies.base import KVPolicy
+from kvarn.kv.settling import formats_of, settles_apart
 from kvarn.server.errors import ApiError, invalid
 from kvarn.server.schema.common import KVChoice
 
 FULL = "full"
+_START = {"format": "--kv {0}, or --also {0}", "residual_tokens": "--residual-tokens {0}"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVGot:
+    """The cache of a request, as a choice says it: the format in which its tokens end up, and the policy over them."""
+
+    format: str
+    policy: str
+
+
+def got(chosen: CacheParams | None, plan: CachePlan, own: KVPolicy | None) -> KVGot:
+    """What a request gets for its choice, None for none; own: the engine's policy. A format beside the engine's goes
+    with the policy full, whatever the engine's is."""
+    if chosen is not None and settles_apart(chosen, plan):
+        return KVGot(str(chosen.format), FULL)
+    policy = chosen.policy if chosen is not None else None
+    return KVGot(running_format(plan), policy or (FULL if own is None else policy_text(own)))
 
 
 def running_format(plan: CachePlan) -> str:
-    """The format in which tokens end up."""
-    return plan.groups[0].pools[plan.groups[0].home].format if plan.groups else "none"
-
-
-def policy_name(chosen: CacheParams | None, own: KVPolicy | None) -> str:
-    """The policy that decides over a request, as a choice says it: the request's own, or the engine's."""
-    if chosen is not None and chosen.policy is not None:
-        return chosen.policy
-    return FULL if own is None else policy_text(own)
+    """The format in which the tokens of a request end up that does not name one."""
+    return formats_of(plan)[0] if plan.groups else "none"
 
 
 def chosen_cache(asked: KVChoice | str | None, plan: CachePlan) -> CacheParams | None:
@@ -33,8 +47,9 @@ def chosen_cache(asked: KVChoice | str | None, plan: CachePlan) -> CacheParams |
     if asked is None:
         return None
     chosen = _parsed(asked)
-    _same("format", chosen.format, running_format(plan))
-    _same("residual_tokens", chosen.residual_tokens, plan.residual_tokens)
+    _among("format", chosen.format, formats_of(plan))
+    if not settles_apart(chosen, plan):
+        _among("residual_tokens", chosen.residual_tokens, (plan.residual_tokens,))
     check_context(chosen, plan.context_tokens)
     return chosen
 
@@ -52,18 +67,26 @@ def _parsed(asked: KVChoice | str) -> CacheParams:
     return CacheParams(kv.format, policy.policy, kv.residual_tokens)
 
 
-def _same(what: str, asked: str | int | None, available: str | int) -> None:
-    if asked is not None and asked != available:
+def _among(what: str, asked: str | int | None, available: Sequence[str | int]) -> None:
+    if asked is not None and asked not in available:
+        has = ", ".join(map(repr, available)) or "none"
         raise ApiError(
             400,
-            f"kv.{what} {asked!r} is not available: this server's cache has {available!r}",
+            f"kv.{what} {asked!r} is not available: this server's cache has {has}",
             code="kv_unavailable",
             param=f"kv.{what}",
-            fixes=(f"kv.{what}: {available}", "a server started with that cache (--kv)"),
+            fixes=(f"kv.{what}: {has}", f"a server started with it: {_START[what].format(asked)}"),
         )
 
 
-def report(plan: CachePlan, policy: str, outputs: Sequence[RequestOutput]) -> dict[str, object]:
+def _by_format(traces: Sequence[CompletionTrace]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for trace in traces:
+        found.update(dict(trace.bytes_by_format))
+    return dict(found)
+
+
+def report(plan: CachePlan, cache: KVGot, outputs: Sequence[RequestOutput]) -> dict[str, object]:
     """What the requests' answers got of the cache; the body of `KvarnReport`."""
     traces = [c.trace for o in outputs for c in o.completions if c.trace is not None]
     physical, logical = (sum(getattr(t, f"{k}_bytes") for t in traces) for k in ("physical", "logical"))
@@ -71,10 +94,11 @@ def report(plan: CachePlan, policy: str, outputs: Sequence[RequestOutput]) -> di
         "cached_tokens": sum(o.cached_tokens for o in outputs),
         "kv": {
             "cache": plan.mode,
-            "format": running_format(plan),
-            "policy": policy,
+            "format": cache.format,
+            "policy": cache.policy,
             "block_size": plan.block_size,
             "bytes": physical,
+            "bytes_by_format": _by_format(traces),
             "logical_bytes": logical,
             "ratio": round(logical / physical, 4) if physical else None,
         },

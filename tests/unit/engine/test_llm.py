@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvarn import LLM, EngineOptions, SamplingParams
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.errors import DoesNotFit, IncompatiblePlan, InvalidRequest, KvarnError, ModelError, UnknownName
 from support.dense import dense_greedy
 from support.engines import held_blocks
@@ -226,3 +227,47 @@ def test_the_report_counts_what_was_held(llm: LLM) -> None:
     assert (report.blocks_peak, report.logical_bytes) == (5, 17 * per_token)
     assert report.physical_bytes_peak == report.reserved_bytes == 5 * 4 * per_token
     assert report.utilisation == pytest.approx(17 / 20)
+
+
+def physical_bytes(output: object) -> int:
+    trace = output.completions[0].trace  # pyright: ignore[reportAttributeAccessIssue]
+    assert trace is not None
+    return trace.physical_bytes
+
+
+@pytest.mark.parametrize("choice", ["int8", CacheParams("int8")], ids=["text", "params"])
+def test_one_prompt_in_another_cache(directory: Path, choice: CacheParams | str) -> None:
+    """Through all three doors; the engine's own cache stays what it was."""
+    llm = LLM(directory, SMALL, also=("int8",))
+    text, params = "hello, this is a prompt", SamplingParams(max_tokens=24, ignore_eos=True)
+    (full,), (less,) = llm.generate(text, params), llm.generate(text, params, cache=choice)
+    assert full.completions[0].token_ids == expected(text, 24)
+    assert physical_bytes(less) < 0.6 * physical_bytes(full)
+    stream = llm.stream(text, params, cache=choice)
+    assert [t for d in stream for t in d.token_ids] == list(less.completions[0].token_ids)
+    assert stream.output is not None and physical_bytes(stream.output) == physical_bytes(less)
+    messages = [{"role": "user", "content": text}]
+    assert physical_bytes(llm.chat(messages, params, cache=choice)) < 0.6 * physical_bytes(llm.chat(messages, params))
+    (policy,) = llm.generate(text, params, cache="window:16,sinks=4")
+    assert physical_bytes(policy) < 0.8 * physical_bytes(full)
+    assert held_blocks(llm.engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "error", "said"),
+    [
+        ("int4", IncompatiblePlan, "no pool of int4; this engine has float32, int8"),
+        ("int7", UnknownName, "int7"),
+        ("window:9999", IncompatiblePlan, "above the context"),
+        (CacheParams("int8", "h2o:25%"), IncompatiblePlan, "goes with the policy full"),
+    ],
+    ids=str,
+)
+def test_a_cache_that_cannot_be_had(
+    directory: Path, choice: CacheParams | str, error: type[KvarnError], said: str
+) -> None:
+    llm = LLM(directory, SMALL, also=("int8",))
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(error, match=said):
+            call("hi", GREEDY, cache=choice)
+    assert not llm.engine.has_work and held_blocks(llm.engine) == 0

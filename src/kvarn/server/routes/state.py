@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from kvarn.server import kv_choice
+from kvarn.kv.settling import formats_of
 from kvarn.server.context import ServerContext
 from kvarn.server.errors import ApiError, json_response, to_json
 from kvarn.server.events import KEPT, listen
@@ -110,8 +110,8 @@ def _stats(context: ServerContext, now: Snapshot) -> dict[str, Any]:
         "max_seqs": context.plan.max_seqs,
         "kv": {
             "cache": context.plan.mode,
-            "format": kv_choice.running_format(context.plan),
-            "policy": context.policy_name(None),
+            **asdict(context.kv_got(None)),
+            "formats": formats_of(context.plan),
             "block_size": context.plan.block_size,
             "bytes_per_token": context.plan.bytes_per_token,
             **asdict(memory),

@@ -27,7 +27,9 @@ class StreamOptions(Body):
 class KVChoice(Body):
     """The cache that a request wants. Null: the server's own."""
 
-    format: str | None = Field(None, description="KV format, such as bfloat16, or k=NAME,v=NAME.")
+    format: str | None = Field(
+        None, description="KV format, such as bfloat16, or k=NAME,v=NAME: the server's, or one of its --also."
+    )
     policy: str | None = Field(None, description="KV policy with its budget, such as h2o:25%; full keeps every token.")
 
 
@@ -83,7 +85,7 @@ class Shared(Body):
     timeout_s: Finite | None = Field(None, gt=0, le=1e6, description="Ends with an error after so long.")
     cache_salt: str | None = Field(None, max_length=256, description="Shares cached prompts only with the same salt.")
     kv: KVChoice | str | None = Field(
-        None, description="The cache to use, such as h2o:25%; the answer's `kvarn` field echoes what it got."
+        None, description="The cache to use, such as h2o:25% or int8; the answer's `kvarn` field echoes what it got."
     )
     kvarn: bool | None = Field(False, description="Say what the cache and the scheduler did, in the field `kvarn`.")
     return_token_ids: bool | None = Field(False, description="Token ids beside each choice's text.")
@@ -113,13 +115,15 @@ class Usage(BaseModel):
 
 
 class KVUsed(BaseModel):
-    """bytes: of the blocks held at the end, all answers, shared ones each time. ratio: logical bytes over bytes."""
+    """format: the one in which tokens end up. bytes: of the blocks held at the end, all answers, shared ones each time;
+    bytes_by_format: where they lie. ratio: logical bytes over bytes."""
 
     cache: str
     format: str
     policy: str
     block_size: int
     bytes: int
+    bytes_by_format: dict[str, int]
     logical_bytes: int
     ratio: float | None
 
