@@ -64,7 +64,8 @@ def _parsed(asked: KVChoice | str) -> CacheParams:
     policy = parse_choice(asked.policy) if asked.policy is not None else CacheParams()
     if policy.format is not None:
         raise invalid(f"kv.policy {asked.policy!r} names a format", param="kv.policy", code="unknown_name")
-    return CacheParams(kv.format, policy.policy, kv.residual_tokens)
+    residual = kv.residual_tokens if asked.residual_tokens is None else asked.residual_tokens
+    return CacheParams(kv.format, policy.policy, residual)
 
 
 def _among(what: str, asked: str | int | None, available: Sequence[str | int]) -> None:

@@ -125,7 +125,11 @@ def test_the_stats_say_which_formats_there_are(http: httpx.Client) -> None:
 
 
 def test_residual_of_a_further_format_is_its_own(http: httpx.Client) -> None:
-    kept, none = (ask(http, f"int8,residual={n}")["kvarn"]["kv"] for n in (24, 0))
+    kept, same, none = (
+        ask(http, kv)["kvarn"]["kv"]
+        for kv in ("int8,residual=24", {"format": "int8", "residual_tokens": 24}, {"format": "int8,residual=0"})
+    )
+    assert kept == same
     assert kept["bytes_by_format"]["float32"] > none["bytes_by_format"]["float32"]
     assert kept["ratio"] < none["ratio"]
 

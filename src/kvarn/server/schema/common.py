@@ -31,6 +31,9 @@ class KVChoice(Body):
         None, description="KV format, such as bfloat16, or k=NAME,v=NAME: the server's, or one of its --also."
     )
     policy: str | None = Field(None, description="KV policy with its budget, such as h2o:25%; full keeps every token.")
+    residual_tokens: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Newest tokens that a further format leaves in full precision."
+    )
 
 
 class StructuredOutputs(Body):
