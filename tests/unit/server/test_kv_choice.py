@@ -138,8 +138,8 @@ def test_residual_of_a_further_format_is_its_own(http: httpx.Client) -> None:
     ("own", "asked", "expected"),
     [
         ("h2o:25%", None, KVGot("float32", "h2o:25%")),
-        ("h2o:25%", KVChoice(format="float32", policy=None), KVGot("float32", "h2o:25%")),
-        ("h2o:25%", KVChoice(format="int8", policy=None), KVGot("int8", "full")),
+        ("h2o:25%", KVChoice(format="float32", policy=None, residual_tokens=None), KVGot("float32", "h2o:25%")),
+        ("h2o:25%", KVChoice(format="int8", policy=None, residual_tokens=None), KVGot("int8", "full")),
         ("h2o:25%", "window:32", KVGot("float32", "window:32")),
         (None, "int8", KVGot("int8", "full")),
     ],
