@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvarn.bench import engine_speed
-from kvarn.engine.llm import LLM
-from kvarn.planner.api import plan
-from kvarn.planner.hardware import usable_cores
-from kvarn.planner.roofline import Device
 from kvarn.planner.speed import EngineSpeed, keep_speed, kept_speed
 from support.fetched import fetched
 
@@ -65,18 +59,3 @@ def test_peak_memory_is_predicted(name: str) -> None:
     )
     predicted = json.loads(planned.stdout)["process_bytes"]
     assert predicted == pytest.approx(int(kib) * 1024, rel=0.1)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
-def test_decode_time_is_predicted(name: str) -> None:
-    """Within 25% of the engine's own steps, when nothing else runs; both measured here and now."""
-    if os.getloadavg()[0] > 0.75 * usable_cores():
-        pytest.skip(f"the machine is busy (load {os.getloadavg()[0]:.1f}): a time measured now says nothing")
-    fetched(name)
-    engine = LLM(name, context_tokens=2048, prefix_caching=False).engine
-    device = Device("here", 2**34, 1e10, {"f32": 1e11}, accelerator=False, measured=True, kvarn=engine_speed.measure())
-    for context in (64, 1024):
-        predicted_s = plan(name, device, context=context).time.decode_s_per_token
-        assert predicted_s == pytest.approx(engine_speed.timed(engine, context).step_s, rel=0.25)
