@@ -1,5 +1,5 @@
-"""What the planner predicts for a decode step on this machine, beside what the engine then takes: both measured here and
-now, so run it when nothing else runs. The aim is 25%.
+"""What the planner predicts for a decode step on this machine, beside what the engine then takes: both measured here
+and now, so run it when nothing else runs. The aim is 25%.
 
     scripts/bench plan_of_this_machine [--contexts 64,1024]
 """
@@ -24,10 +24,8 @@ def main() -> None:
         for context in contexts:
             predicted_s = plan(name, device, context=context).time.decode_s_per_token
             measured_s = engine_speed.timed(engine, context).step_s
-            ratio = predicted_s / measured_s
-            print(
-                f"{name:14} {context:5} tokens  predicted {predicted_s * 1e3:6.2f} ms  measured {measured_s * 1e3:6.2f} ms  {ratio:.2f}x"
-            )
+            figures = f"predicted {predicted_s * 1e3:6.2f} ms  measured {measured_s * 1e3:6.2f} ms"
+            print(f"{name:14} {context:5} tokens  {figures}  {predicted_s / measured_s:.2f}x")
 
 
 if __name__ == "__main__":
