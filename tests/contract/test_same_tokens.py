@@ -19,6 +19,13 @@ TEXT = list(
 )
 FORMATS = [*format_names(), "k=int4,v=turbo3"]
 MODELS = ["llama", "gemma3"]
+
+
+def slow(value: int) -> Any:
+    """A case that the quick subset leaves out."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True, logprobs=1, prompt_logprobs=0)
 Answer = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]
 
@@ -45,7 +52,7 @@ def alone(model: str, kv: str, length: int) -> Answer:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kv", FORMATS)
-@pytest.mark.parametrize("step_tokens", [1, 5, BLOCK, BLOCK + 1, 31])
+@pytest.mark.parametrize("step_tokens", [slow(1), 5, slow(BLOCK), BLOCK + 1, slow(31)])
 def test_any_chunking(step_tokens: int, kv: str, model: str) -> None:
     watch = serve(engine_of(model, kv, step_tokens=step_tokens, prefix_caching=False), [(TEXT[:67], GREEDY)])
     assert answer_of(watch, "0") == alone(model, kv, 67)

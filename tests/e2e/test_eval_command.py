@@ -122,7 +122,7 @@ def test_a_compressed_prompt_says_how_much(model: str, capsys: pytest.CaptureFix
         (["--caches", "share=7"], "divide"),
         (["--tasks", "pplx"], "ppl"),
         (["--stride-tokens", "96"], "stride"),
-        (["--context-tokens", "300000"], "a window has 300000"),
+        pytest.param(["--context-tokens", "300000"], "a window has 300000", marks=pytest.mark.slow),
         (["--text", "/nowhere/text.txt"], "cannot read"),
         (["--budget", "lots"], "share"),
         (["--lengths", "0"], "1 or more"),
