@@ -101,16 +101,18 @@ class Loaded:
 
     def __init__(self, wanted: Wanted, source: TensorSource, kind: WeightKind) -> None:
         self.activations = kind.activations
+        self._ready: dict[Any, Any] = {}
         linears = sorted(wanted.linears, key=lambda spec: -spec.rows * spec.columns)
-        jobs: dict[Any, Callable[[], Any]] = {}
+        # Tables are the largest; read beside others, what is held only while packing would add up.
         for name, (rows, columns, tied) in wanted.tables.items():
-            jobs[name] = lambda name=name, at=(rows, columns), tied=tied: kind.table(name, at, source, tied)
+            self._ready[name] = kind.table(name, (rows, columns), source, tied)
+        jobs: dict[Any, Callable[[], Any]] = {}
         for spec in linears:
             jobs[spec] = lambda spec=spec: kind.linear(spec, source)
         for name, (size, plus_one) in wanted.norms.items():
             shift = 1.0 if plus_one and not source.norms_include_one else 0.0
             jobs[name] = lambda name=name, size=size, shift=shift: read_vector(name, size, source) + shift
-        self._ready = _run(jobs)
+        self._ready.update(_run(jobs))
 
     def linear(self, columns: int, *parts: tuple[str, int], bias: bool = False) -> Product:
         return self._ready[LinearSpec(parts, columns, bias)]
