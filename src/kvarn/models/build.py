@@ -8,7 +8,6 @@ at a time, and the architecture is built over `Loaded`. Each number is written o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -131,17 +130,9 @@ class Loaded:
 
 
 def _run(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Run every job on as many threads as PyTorch uses, each job on one; the first error is raised.
-
-    Within a job PyTorch must not fork again: its threads would wait for each other more than they work.
-    """
-    n_threads = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            futures = {key: pool.submit(job) for key, job in jobs.items()}
-            return {key: future.result() for key, future in futures.items()}
-    finally:
-        torch.set_num_threads(n_threads)  # what threads to come start with
+    """Run every job, one after the other: side by side, what each holds only while it packs would add up to a peak that
+    nobody could predict."""
+    return {key: job() for key, job in jobs.items()}
 
 
 def check(wanted: Wanted, source: TensorSource) -> None:

@@ -47,7 +47,7 @@ def cache_terms(held: Split, padding: str = "") -> tuple[Term, ...]:
 LEFT_TO_OTHERS = "left to others"
 # A process with PyTorch on a CPU before it loads a model, and a vocabulary's tokenizer; measured with Kvarn 0.1.
 CPU_BASE_BYTES = 235 * MIB
-ALLOCATOR_BYTES = 32 * MIB  # what the allocator keeps of buffers that loading used
+ALLOCATOR_BYTES = 8 * MIB  # what the allocator keeps of buffers that loading used
 TOKENIZER_BYTES_PER_TOKEN = 1000
 
 
