@@ -250,7 +250,7 @@ class CacheManager:
         """The model ran: what the step sealed on its way is sealed."""
         for group, part in zip(self.groups, step.groups, strict=True):
             if part.seals is not None:
-                group.note_encoded()
+                group.seals.note_encoded()
 
     def commit(self, seq_id: int, token_ids: Sequence[int], written_tokens: int | None = None) -> None:
         """The first len(token_ids) of the tokens that the step wrote stay; the others' slots are emptied (rejected
@@ -266,7 +266,7 @@ class CacheManager:
                 group.empty_slots(row, kept, written)
             if group.advance(row, kept):
                 state.filled = True
-            source, target = group.seal_rows(row, kept)
+            source, target = group.seals.seal_rows(row, kept)
             if source:
                 self._emit(BlocksSealed(seq_id, index, source, target))
         if state.filled and self.prefixes is not None:
@@ -280,7 +280,7 @@ class CacheManager:
         for span in spans:
             if state := self.sequences.get(span.seq_id):
                 for group, row in zip(self.groups, state.rows, strict=True):
-                    group.break_promises(row)
+                    group.seals.break_promises(row)
                     group.empty_slots(row, 0, span.n_tokens)
 
     # -- policies -------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class CacheManager:
         for index, columns in enumerate(decision.seal):
             if columns is not None:
                 pool = decision.seal_into[index]
-                source, target = self.groups[index].seal_columns(state.rows[index], columns, pool)
+                source, target = self.groups[index].seals.seal_columns(state.rows[index], columns, pool)
                 if source:
                     self._emit(BlocksSealed(seq_id, index, source, target, pool))
         for index, tokens in enumerate(decision.turn):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvarn.kernels.api import Backend, PoolView, StepRows, TableView
-from kvarn.kv.group import SEALED, CacheGroup
+from kvarn.kv.group import CacheGroup
+from kvarn.kv.seals import SEALED
 from kvarn.kv.table import OPEN
 
 
@@ -69,7 +70,7 @@ def seals_of_step(
     if len(parts) == len(counts):
         return None
     for part in parts:
-        group.promise_seals(part.row, part.columns)
+        group.seals.promise_seals(part.row, part.columns)
     starts = torch.tensor([p.begin for p in parts] + [int(counts.sum())], dtype=torch.int32)
     split = StepRows(starts, rows.positions, max(p.n for p in parts))
     layered = group.grain != "group"
@@ -80,10 +81,10 @@ def _parts(group: CacheGroup, first_rows: np.ndarray, counts: np.ndarray) -> lis
     parts: list[_Part] = []
     begin = 0
     for row, n in zip(first_rows.tolist(), counts.tolist(), strict=True):
-        offsets = [0, *group.seal_borders(row, n), n]
+        offsets = [0, *group.seals.seal_borders(row, n), n]
         for at, end in itertools.pairwise(offsets):
             # what is sealed before the step stands in the tables; rows of unequal length have no borders
-            parts.append(_Part(row, begin + at, end - at, group.sealed_columns(row, at) if at else 0))
+            parts.append(_Part(row, begin + at, end - at, group.seals.sealed_columns(row, at) if at else 0))
         begin += n
     return parts
 
@@ -96,7 +97,7 @@ def _table(group: CacheGroup, parts: Sequence[_Part], table: TableView) -> Table
     for index, part in enumerate(parts):
         for offset in range(rows_per_seq):
             at = index * rows_per_seq + offset
-            for column, made in group.promised(part.row + offset, part.columns).items():
+            for column, made in group.seals.promised(part.row + offset, part.columns).items():
                 pool[at, column], block[at, column] = SEALED, made.block
     first = torch.arange(0, len(rows), rows_per_seq, dtype=torch.int32)
     return TableView(
@@ -116,7 +117,7 @@ def _blocks(group: CacheGroup, parts: Sequence[_Part], layered: bool) -> tuple[t
     for part in parts:
         for offset in range(group.rows_per_seq):
             row = part.row + offset
-            for column, made in group.promised(row, part.columns).items():
+            for column, made in group.seals.promised(row, part.columns).items():
                 if not made.encoded:
                     found[offset * layers // group.rows_per_seq][int(group.tables.block[row, column])] = made.block
     return tuple(
