@@ -6,8 +6,9 @@ import json
 import os
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -15,10 +16,14 @@ from typing import IO, Any
 from rich.table import Table
 
 from kvarn.bench.cases import Case, Timing, prompt_ids, tokens_per_s
-from kvarn.bench.peers import Engine
+from kvarn.bench.peers import OWN, Engine
 from kvarn.core.errors import KvarnError
 
 UNIT = "tokens/s"
+WARM_UP = Case("warm-up", 1, 16, 8, "all")
+LAST_WORDS_BYTES = 500
+# Of cases that hold more tokens the caches of all engines together would not fit into a small machine's memory.
+TOKENS_BESIDE_OTHERS = 16_384
 
 
 class Worker:
@@ -26,31 +31,38 @@ class Worker:
 
     def __init__(self, engine: Engine, model: Path, threads: int) -> None:
         self.engine = engine
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close())
         self._process = subprocess.Popen(
             engine.start(model, threads),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._said,
             text=True,
-            env=env,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _pipe(self._process.stdin).close()
+    def close(self) -> None:
+        """End the process."""
+        with suppress(BrokenPipeError):
+            _pipe(self._process.stdin).close()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        _pipe(self._process.stdout).close()
+        self._said.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Raises KvarnError where the engine did not come up."""
+        """Until it has loaded and answered something small, which does not count. Raises KvarnError where it did not
+        come up."""
         if not self._read().get("ready"):
-            raise KvarnError(f"{self.engine.name} did not start", fixes=("run its worker by hand to see why",))
+            raise KvarnError(f"{self.engine.name} did not start")
+        self.run(WARM_UP)
 
     def run(self, case: Case) -> float:
         """The case's figure. Raises KvarnError with what the engine said."""
@@ -67,7 +79,11 @@ class Worker:
         for line in _pipe(self._process.stdout):
             if line.startswith("{"):
                 return json.loads(line)
-        raise KvarnError(f"{self.engine.name} ended with {self._process.wait()}")
+        raise KvarnError(f"{self.engine.name} ended with {self._process.wait()}: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+        return " ".join(self._said.read().decode("utf-8", "replace").split())
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:
@@ -89,12 +105,14 @@ class Comparison:
         return statistics.median(runs) if runs else None
 
     def best(self, case: str, own: bool) -> tuple[str, float] | None:
-        """The fastest of Kvarn's engines (own) or of the peers."""
+        """The fastest of Kvarn's engines (own: with the default cache) or of the peers, among those that ran in every
+        round."""
+        rounds = max((len(runs) for (name, _), runs in self.runs.items() if name == case), default=0)
         found = [
-            (name, value)
+            (name, statistics.median(runs))
             for name in self.engines
-            if (name == "kvarn" if own else not name.startswith("kvarn"))
-            and (value := self.median(case, name)) is not None
+            if (name == OWN if own else not name.startswith(OWN))
+            and len(runs := self.runs.get((case, name), [])) == rounds > 0
         ]
         return max(found, key=lambda f: f[1], default=None)
 
@@ -125,34 +143,85 @@ def compare(
     repeats: int,
     progress: Callable[[str], None],
 ) -> Comparison:
-    """Run every case `repeats` times on every engine, round by round, each engine once a round; a first round of the
-    smallest case warms up and does not count. An engine that fails is left out from there, with a note."""
+    """Run every case `repeats` times, round by round, each engine once a round; of engines of one family, only the one
+    that was fastest in the first round goes on. In cases of many tokens the processes come and go in each round. An
+    engine that fails is left out of the case, one that does not start of all, with a note."""
     result = Comparison(tuple(cases), tuple(e.name for e in engines))
-    with ExitStack() as stack:
-        workers: list[Worker] = []
-        for engine in engines:
-            progress(f"starting {engine.name}")
-            worker = stack.enter_context(Worker(engine, model, threads))
-            if _guarded(result, lambda w=worker: (w.wait_ready(), w.run(Case("warm-up", 1, 16, 8, "all")))):
-                workers.append(worker)
+    with _Workers(model, threads, result, progress) as workers:
         for case in cases:
-            able = list(workers)
+            able = [e for e in engines if e.name not in workers.broken]
             for round_number in range(repeats):
-                for worker in list(able):
-                    progress(f"{case.name}, round {round_number + 1} of {repeats}: {worker.engine.name}")
-                    runs = result.runs.setdefault((case.name, worker.engine.name), [])
-                    if not _guarded(result, lambda w=worker, r=runs, c=case: r.append(w.run(c))):
-                        able.remove(worker)
+                for engine in able:
+                    progress(f"{case.name}, round {round_number + 1} of {repeats}: {engine.name}")
+                    speed = workers.run(engine, case)
+                    if speed is not None:
+                        result.runs.setdefault((case.name, engine.name), []).append(speed)
+                able = _go_on(result, case, able, round_number + 1)
     return result
 
 
-def _guarded(result: Comparison, act: Callable[[], object]) -> bool:
-    try:
-        act()
-    except (KvarnError, BrokenPipeError) as error:
-        result.notes.append(str(error))
-        return False
-    return True
+def _go_on(result: Comparison, case: Case, engines: Sequence[Engine], rounds: int) -> list[Engine]:
+    """Of each family the fastest engine that ran in every round so far."""
+    best: dict[str, tuple[float, Engine]] = {}
+    for engine in engines:
+        runs = result.runs.get((case.name, engine.name), [])
+        family = engine.family or engine.name
+        if len(runs) == rounds and (family not in best or runs[0] > best[family][0]):
+            best[family] = (runs[0], engine)
+    return [engine for _, engine in best.values()]
+
+
+class _Workers:
+    """The engines' processes. broken: names of those that did not start."""
+
+    def __init__(self, model: Path, threads: int, result: Comparison, progress: Callable[[str], None]) -> None:
+        self._model, self._threads, self._result, self._progress = model, threads, result, progress
+        self._running: dict[str, Worker] = {}
+        self.broken: set[str] = set()
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop(keep_slow=False)
+
+    def run(self, engine: Engine, case: Case) -> float | None:
+        """The case's figure; None, with a note, where there is none."""
+        alone = case.streams * (case.prompt_tokens + case.output_tokens) > TOKENS_BESIDE_OTHERS
+        if alone:
+            self._stop(keep_slow=True)
+        try:
+            return self._worker(engine).run(case)
+        except (KvarnError, BrokenPipeError) as error:
+            self._result.notes.append(str(error))
+            if engine.name in self.broken or not self._running[engine.name].is_alive:
+                self._end(engine.name)
+            return None
+        finally:
+            if alone:
+                self._stop(keep_slow=True)
+
+    def _worker(self, engine: Engine) -> Worker:
+        """Running, started if need be. Raises KvarnError."""
+        if (found := self._running.get(engine.name)) is not None:
+            return found
+        self._progress(f"starting {engine.name}")
+        worker = self._running[engine.name] = Worker(engine, self._model, self._threads)
+        try:
+            worker.wait_ready()
+        except (KvarnError, BrokenPipeError):
+            self.broken.add(engine.name)
+            raise
+        return worker
+
+    def _stop(self, keep_slow: bool) -> None:
+        for name, worker in list(self._running.items()):
+            if not (keep_slow and worker.engine.slow_start):
+                self._end(name)
+
+    def _end(self, name: str) -> None:
+        if (worker := self._running.pop(name, None)) is not None:
+            worker.close()
 
 
 def table(result: Comparison) -> Table:

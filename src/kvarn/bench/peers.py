@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvarn.bench.prepare import hf_directory, q4_0_file
+from kvarn.core.errors import KvarnError
+
 WORKERS = Path(__file__).parent / "workers"
+OWN = "kvarn"
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """name as shown; command: what runs its worker, without model and threads; options: what follows them. model: a
-    file of its own, where it is faster with another form of the same weights."""
+    file of its own, where it is measured with another form of the same weights. family: whose it is; one of each is
+    measured in every round. slow_start: takes minutes, so that it stays."""
 
     name: str
     command: tuple[str, ...]
     options: tuple[str, ...] = ()
     model: Path | None = None
+    family: str = ""
+    slow_start: bool = False
 
     def start(self, model: Path, threads: int) -> list[str]:
         return [*self.command, str(self.model or model), str(threads), *self.options]
@@ -34,46 +41,68 @@ class Found:
 
 
 def kvarn(kv: str | None = None) -> Engine:
-    """Kvarn with its default cache, or with `kv`."""
-    name = "kvarn" if kv is None else f"kvarn {kv}"
-    return Engine(name, (sys.executable, str(WORKERS / "run_kvarn.py")), () if kv is None else (kv,))
-
-
-def q4_0_file(programs: Path, model: Path, folder: Path) -> Path | None:
-    """The model in Q4_0, made once by llama.cpp's own llama-quantize: its prompts are faster there. None without it."""
-    made, program = folder / f"{model.stem}.q4_0.gguf", programs / "llama-quantize"
-    if made.exists():
-        return made
-    if not program.exists():
-        return None
-    part = made.with_suffix(".part")
-    command = [str(program), "--allow-requantize", str(model), str(part), "Q4_0"]
-    done = subprocess.run(command, capture_output=True, check=False, env={"LD_LIBRARY_PATH": str(programs)})
-    return part.rename(made) if done.returncode == 0 else None
+    """Kvarn with its default cache, or with `kv`. Each is a family of its own: all are measured in every round."""
+    name = OWN if kv is None else f"{OWN} {kv}"
+    return Engine(name, (sys.executable, str(WORKERS / "run_kvarn.py")), () if kv is None else (kv,), family=name)
 
 
 def find_peers(folder: Path, model: Path) -> Found:
-    """folder: where `make peers` put them: venv/ (Python packages) and llama.cpp/ (programs). model: a GGUF file."""
-    python = folder / "venv" / "bin" / "python"
+    """folder: where `make peers` put them: venv/ and vllm/ (Python packages), llama.cpp/ (programs); other forms of the
+    model are made in models/. model: a GGUF file."""
     engines: list[Engine] = []
     missing: list[str] = []
-    programs = folder / "llama.cpp"
-    if (programs / "llama-batched-bench").exists():
-        worker = (sys.executable, str(WORKERS / "run_llama_cpp.py"))
-        engines += [Engine(f"llama.cpp {kv}", worker, (str(programs), kv)) for kv in ("f16", "q8_0")]
-        if other := q4_0_file(programs, model, folder):
-            engines.append(Engine("llama.cpp f16, Q4_0 file", worker, (str(programs), "f16"), other))
-        else:
-            missing.append("llama.cpp with a Q4_0 file: llama-quantize is not there or failed")
-    else:
-        missing.append(f"llama.cpp: no llama-batched-bench in {programs}")
-    if any((folder / "venv").glob("lib/python*/site-packages/openvino_genai")):
-        worker = (str(python), str(WORKERS / "run_openvino.py"))
-        engines += [Engine(f"openvino {kv}", worker, (kv,)) for kv in ("f16", "u8")]
-    else:
-        missing.append(f"OpenVINO GenAI: not installed in {folder / 'venv'}")
-    if importlib.util.find_spec("transformers") is not None:
-        engines.append(Engine("transformers bf16", (sys.executable, str(WORKERS / "run_transformers.py"))))
-    else:
-        missing.append("transformers: not installed beside Kvarn")
+    for look in (_llama_cpp, _openvino, _vllm, _transformers):
+        try:
+            for engine in look(folder, model):
+                engines.append(engine)  # those before a failure count
+        except KvarnError as error:
+            missing.append(str(error))
     return Found(tuple(engines), tuple(missing))
+
+
+def _llama_cpp(folder: Path, model: Path) -> Iterator[Engine]:
+    programs = folder / "llama.cpp"
+    if not (programs / "llama-batched-bench").exists():
+        raise KvarnError(f"llama.cpp: no llama-batched-bench in {programs}", fixes=("make peers",))
+    worker = (sys.executable, str(WORKERS / "run_llama_cpp.py"), str(programs))
+    yield from _with_both_files("llama.cpp", worker, ("f16", "q8_0"), folder, model)
+
+
+def _openvino(folder: Path, model: Path) -> Iterator[Engine]:
+    if not _installed(folder / "venv", "openvino_genai"):
+        raise KvarnError(f"OpenVINO GenAI: not installed in {folder / 'venv'}", fixes=("make peers",))
+    worker = (str(folder / "venv" / "bin" / "python"), str(WORKERS / "run_openvino.py"))
+    yield from _with_both_files("openvino", worker, ("f16", "u8"), folder, model)
+
+
+def _with_both_files(
+    family: str, worker: tuple[str, ...], caches: tuple[str, ...], folder: Path, model: Path
+) -> Iterator[Engine]:
+    """Every form of the cache with the model's file, then with a Q4_0 file. Raises KvarnError where that cannot be
+    made."""
+    for cache in caches:
+        yield Engine(f"{family} {cache}", worker, (cache,), family=family)
+    other = q4_0_file(model, folder / "llama.cpp", folder / "models")
+    for cache in caches:
+        yield Engine(f"{family} {cache}, Q4_0 file", worker, (cache,), other, family=family)
+
+
+def _vllm(folder: Path, model: Path) -> Iterator[Engine]:
+    if not _installed(folder / "vllm", "vllm"):
+        raise KvarnError(f"vLLM: not installed in {folder / 'vllm'}", fixes=("make peers",))
+    worker = (str(folder / "vllm" / "bin" / "python"), str(WORKERS / "run_vllm.py"))
+    weights = hf_directory(model, folder / "models")
+    yield Engine("vllm bf16", worker, (str(weights),), family="vllm", slow_start=True)
+
+
+def _transformers(folder: Path, model: Path) -> Iterator[Engine]:
+    if importlib.util.find_spec("transformers") is None:
+        raise KvarnError("transformers: not installed beside Kvarn", fixes=("make peers",))
+    worker = (sys.executable, str(WORKERS / "run_transformers.py"))
+    weights = hf_directory(model, folder / "models")
+    for attention in ("sdpa", "eager"):
+        yield Engine(f"transformers bf16 {attention}", worker, (str(weights), attention), family="transformers")
+
+
+def _installed(venv: Path, package: str) -> bool:
+    return any(venv.glob(f"lib/python*/site-packages/{package}"))

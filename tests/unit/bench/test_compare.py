@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,10 @@ for line in sys.stdin:
 """
 
 
-def engine(tmp_path: Path, name: str, speed: float, refuses: str = "-") -> Engine:
+def engine(tmp_path: Path, name: str, speed: float, refuses: str = "-", family: str = "") -> Engine:
     program = tmp_path / "engine.py"
     program.write_text(PROGRAM, "utf-8")
-    return Engine(name, (sys.executable, str(program)), (str(speed), refuses))
+    return Engine(name, (sys.executable, str(program)), (str(speed), refuses), family=family)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +66,40 @@ def test_rounds_are_interleaved_and_ratios_are_of_medians(tmp_path: Path) -> Non
     assert set(numbers["ratios"][0]) == {"case", "kvarn", "best_peer", "best_peer_engine", "ratio"}
 
 
+def test_of_a_family_the_fastest_of_the_first_round_goes_on_and_counts(tmp_path: Path) -> None:
+    engines = [
+        engine(tmp_path, "kvarn", 20.0),
+        engine(tmp_path, "kvarn int8", 10.0),
+        engine(tmp_path, "peer a", 5.0, family="peer"),
+        engine(tmp_path, "peer b", 8.0, family="peer"),
+    ]
+    result = compare(engines, [Case("decode", 1, 4, 5, "decode")], tmp_path, 1, 3, lambda _: None)
+    assert {name: len(runs) for (_, name), runs in result.runs.items()} == {
+        "kvarn": 3, "kvarn int8": 3, "peer a": 1, "peer b": 3
+    }  # fmt: skip
+    assert result.ratios()[0]["best_peer_engine"] == "peer b"
+
+
+def test_in_cases_of_many_tokens_processes_come_and_go(tmp_path: Path) -> None:
+    seen: list[str] = []
+    engines = [engine(tmp_path, "kvarn", 10.0), replace(engine(tmp_path, "slow", 10.0), slow_start=True)]
+    cases = [Case("decode", 1, 4, 5, "decode"), Case("large", 32, 1024, 32, "decode")]
+    result = compare(engines, cases, tmp_path, 1, 2, seen.append)
+    assert result.notes == [] and all(len(runs) == 2 for runs in result.runs.values())
+    starts = [s for s in seen if s.startswith("starting")]
+    assert starts.count("starting kvarn") == 3 and starts.count("starting slow") == 1
+
+
 def test_an_engine_that_fails_is_left_out_with_a_note(tmp_path: Path) -> None:
     engines = [
         engine(tmp_path, "kvarn", 10.0),
         engine(tmp_path, "partial", 10.0, "decode"),
-        Engine("absent", (sys.executable, "-c", "raise SystemExit(3)")),
+        Engine("absent", (sys.executable, "-c", "import sys; sys.exit(print('no such thing', file=sys.stderr) or 3)")),
     ]
     cases = [Case("decode", 1, 4, 5, "decode"), Case("prefill_512", 1, 4, 1, "prefill")]
     result = compare(engines, cases, tmp_path, 1, 2, lambda _: None)
-    assert any("too long" in n for n in result.notes) and any("absent ended with 3" in n for n in result.notes)
+    assert any("too long" in n for n in result.notes)
+    assert [n for n in result.notes if "absent" in n] == ["absent ended with 3: no such thing"]
     assert result.median("decode", "partial") is None and result.median("prefill_512", "partial") is not None
 
 
@@ -84,5 +110,7 @@ def test_the_default_cache_is_what_ratios_judge() -> None:
 
 
 def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
-    missing = " ".join(find_peers(tmp_path, tmp_path / "m.gguf").missing)
-    assert "llama.cpp" in missing and "OpenVINO" in missing
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"")
+    missing = " ".join(find_peers(tmp_path, model).missing)
+    assert all(name in missing for name in ("llama.cpp", "OpenVINO", "vLLM"))

@@ -49,8 +49,13 @@ def COMMAND(
     folder: Path,
     json_path: Path | None,
 ) -> None:
-    """Compare Kvarn with llama.cpp, OpenVINO GenAI and transformers, whichever `make peers` could build: the same GGUF
-    file, prompts, lengths and threads; repetitions interleaved, medians, and Kvarn's ratio to the best peer."""
+    """Compare Kvarn with llama.cpp, OpenVINO GenAI, vLLM and transformers, whichever `make peers` could build: the same
+    model, prompts, lengths and threads; repetitions interleaved, medians, and Kvarn's ratio to the best peer.
+
+    llama.cpp and OpenVINO run with two forms of their cache, on the GGUF file and on a Q4_0 file made from it by
+    llama.cpp's own llama-quantize; vLLM and transformers on its numbers in bfloat16. Of each peer's forms, the one that
+    is fastest in a case's first round runs in the others too, and counts.
+    """
     path = resolve(model or default_name()).path
     if not path.is_file():
         raise InvalidRequest(f"{path} is no GGUF file", fixes=("give a GGUF file, which all peers read",))

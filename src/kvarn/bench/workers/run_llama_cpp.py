@@ -1,4 +1,4 @@
-"""llama.cpp through its own llama-batched-bench, one run a case. Arguments: model, threads, folder of its programs,
+"""llama.cpp through its own llama-batched-bench, one run a case. Arguments: folder of its programs, model, threads,
 type of the KV cache."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def main(model: str, threads: str, folder: str, kv: str = "f16") -> None:
+def main(folder: str, model: str, threads: str, kv: str = "f16") -> None:
     """Serve cases until the input ends."""
     program = Path(folder) / "llama-batched-bench"
     print(json.dumps({"ready": True}), flush=True)

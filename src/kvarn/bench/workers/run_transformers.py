@@ -1,21 +1,21 @@
-"""transformers over the GGUF file's numbers in bfloat16, on the CPU."""
+"""transformers over a Hugging Face directory in bfloat16, on the CPU. Arguments: model, threads, the directory,
+which of its attentions."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 
-def main(model: str, threads: str) -> None:
+def main(_model: str, threads: str, folder: str, attention: str) -> None:
     """Serve cases until the input ends."""
     torch.set_num_threads(int(threads))
-    path = Path(model)
-    network = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.bfloat16).eval()
+    how = {"dtype": torch.bfloat16, "attn_implementation": attention}
+    network = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

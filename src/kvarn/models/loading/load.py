@@ -28,7 +28,7 @@ def load_model(files: ModelFiles | Path | str, weights: str = "native", share_la
     """
     kind = load_kind(weights)
     path = files.path if isinstance(files, ModelFiles) else Path(files)
-    config, source = _open(path)
+    config, source = open_model(path)
     return build_model(config, source, kind, share_layers)
 
 
@@ -52,7 +52,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return config_from_gguf(read_gguf_header(path)) if path.is_file() else _json_config(path)
 
 
-def _open(path: Path) -> tuple[dict[str, Any], TensorSource]:
+def open_model(path: Path) -> tuple[dict[str, Any], TensorSource]:
+    """The config and the tensors of a GGUF file or a Hugging Face directory, nothing read yet. Raises ModelError,
+    ConfigError, UnknownArchitecture."""
     if path.is_file():
         return _open_gguf(path)
     return _json_config(path), SafetensorsSource(weight_files(path), str(path))
