@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from kvarn.core.events import (
@@ -16,7 +15,6 @@ from kvarn.core.events import (
     BlocksSealed,
     BlocksTaken,
     EventSink,
-    PrefixEvicted,
     SequenceAdmitted,
     SequenceReleased,
 )
@@ -24,21 +22,19 @@ from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan
 from kvarn.core.specs import LayerSpec
 from kvarn.kernels.api import Backend
-from kvarn.kv.demotion import encode_demoted, insert
-from kvarn.kv.eviction import drop_blocks, keep_places
-from kvarn.kv.governing import check_policy, check_rotation, governed
+from kvarn.kv.deciding import Deciding
+from kvarn.kv.governing import check_policy, governed
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
-from kvarn.kv.policies.base import Decision, GroupView, KVPolicy, SequenceView, Signal
-from kvarn.kv.prefix import Match
-from kvarn.kv.reading import group_view
+from kvarn.kv.policies.base import Decision, KVPolicy, Signal
+from kvarn.kv.room import Room
 from kvarn.kv.sharing import PrefixSharing
 from kvarn.kv.signals import NOTHING, QueryRing, Wants
 from kvarn.kv.sizing import blocks_for
 from kvarn.kv.state import SequenceState
 from kvarn.kv.stats import CacheMemory, bytes_by_format, measure, measure_sequence
 from kvarn.kv.step import CacheStep, Span, build_step
-from kvarn.kv.turning import Turn, turn_first_blocks
+from kvarn.kv.turning import Turn
 
 
 class CacheManager:
@@ -67,23 +63,14 @@ class CacheManager:
         self._assigned: dict[int, tuple[KVPolicy | None, int]] = {}
         sharable = plan.mode == "paged" and model_id is not None
         self.prefixes = PrefixSharing(self.groups, plan.block_size, model_id or "") if sharable else None
-        self._turns = tuple(turns[g.layers[0]] if turns else None for g in self.groups)
+        self._room = Room(plan, self.groups, self.prefixes, self._emit)
+        self._deciding = Deciding(self.groups, [turns[g.layers[0]] if turns else None for g in self.groups], self._emit)
         self.peak = measure(self)
 
     # -- admission and room ---------------------------------------------------------------------------------------
     def never_fits(self, total_tokens: int) -> str | None:
         """Why a sequence of total_tokens cannot fit even in an empty cache, with the numbers; None if it can."""
-        if total_tokens > self.plan.context_tokens:
-            return f"{total_tokens} tokens; the context is {self.plan.context_tokens} tokens"
-        for group in self.groups:
-            for pool, block_bytes, need in group.peak_blocks(total_tokens):
-                if need > pool.n_blocks:
-                    whole = f"{pool.n_blocks} ({pool.n_blocks * block_bytes:,} B)"
-                    return (
-                        f"{total_tokens} tokens take {need} blocks of {self.plan.block_size} tokens "
-                        f"({need * block_bytes:,} B); the whole pool has {whole}"
-                    )
-        return None
+        return self._room.never_fits(total_tokens)
 
     def admit(
         self, seq_id: int, token_ids: Sequence[int], namespace: bytes, *, headroom_tokens: int = 0, reuse: bool = True
@@ -93,13 +80,13 @@ class CacheManager:
         baseline, which takes all that the context could need."""
         assert seq_id not in self.sequences, f"sequence {seq_id} admitted twice"
         if len(self.sequences) >= self.plan.max_seqs:
-            return self._no_slot()
+            return self._room.no_slot()
         policy, prompt_tokens = self._assigned.get(seq_id, (None, 0))
         match = None
         if self.prefixes is not None and (policy is None or policy.prefix_pure):
             match = self.prefixes.lookup(token_ids if reuse else (), namespace)
         place = self.prefixes.index.acquire(match) if self.prefixes and match else None
-        if short := self._admission_short(len(token_ids), headroom_tokens, match):
+        if short := self._room.short_for(len(token_ids), headroom_tokens, match):
             if self.prefixes and place:
                 self.prefixes.index.unpin(place)
             return short
@@ -117,27 +104,6 @@ class CacheManager:
         self._emit(SequenceAdmitted(seq_id, state.length, str(state.prefix_why) if state.prefix_why else None))
         return state.length
 
-    def _no_slot(self) -> NoRoom:
-        return NoRoom(0, f"sequence slots: all {self.plan.max_seqs} are in use")
-
-    def _admission_short(self, tokens: int, headroom_tokens: int, match: Match | None) -> NoRoom | None:
-        """Whether the blocks of so many tokens would fit beside the headroom, not counting those that were found."""
-        if self.plan.mode == "contiguous":
-            return None
-        for index, group in enumerate(self.groups):
-            found = len(self.prefixes.index.parts(match, index)) if self.prefixes and match else 0
-            headroom = blocks_for(headroom_tokens, self.plan.block_size)
-            for at, (pool, _, need) in enumerate(group.peak_blocks(tokens)):
-                shared = found if at == group.home else 0
-                free = pool.free_blocks + self._spare(index, at)
-                short = need + (headroom - shared) * group.rows_per_seq - free
-                if short > 0:
-                    return NoRoom(short, group.describe(index))
-        return None
-
-    def _spare(self, group: int, pool: int) -> int:
-        return self.prefixes.spare_blocks(group, pool) if self.prefixes else 0
-
     def _reserve_context(self, state: SequenceState) -> NoRoom | None:
         blocks = blocks_for(self.plan.context_tokens, self.plan.block_size)
         for group, row in zip(self.groups, state.rows, strict=True):
@@ -154,26 +120,12 @@ class CacheManager:
             return None
         new = to_tokens - state.length
         wants = [g.blocks_wanted(r, new) for g, r in zip(self.groups, state.rows, strict=True)]
-        if short := self._make_room(wants):
+        if short := self._room.make(wants):
             return short
         for index, (group, row, want) in enumerate(zip(self.groups, state.rows, wants, strict=True)):
             if want and (taken := group.take(row, new)):
                 self._emit(BlocksTaken(seq_id, index, 0, taken))
         self._note_slots(state)
-        return None
-
-    def _make_room(self, wants: Sequence[int]) -> NoRoom | None:
-        """Evict what only the prefix index holds until each group can give its wanted blocks; where that would not be
-        enough in some group, evict nothing."""
-        short = {(i, p): n for i, w in enumerate(wants) for p, n in self.groups[i].short_by(w).items()}
-        for (index, pool), missing in short.items():
-            if missing > (spare := self._spare(index, pool)):
-                return NoRoom(missing - spare, self.groups[index].describe(index))
-        for index, pool in short:
-            assert self.prefixes is not None, "what is short has no spare blocks"
-            missing = self.groups[index].short_by(wants[index]).get(pool, 0)  # another group's eviction may have helped
-            for gone in self.prefixes.make_room(index, pool, missing):
-                self._emit(PrefixEvicted(-1, len(gone.blocks), str(gone)))
         return None
 
     def _note_slots(self, state: SequenceState) -> None:
@@ -185,7 +137,7 @@ class CacheManager:
         """A new sequence that shares all of the parent's blocks; each copies the last, partly filled one when it first
         writes into it. In the contiguous baseline the child gets a reservation of its own and a copy."""
         if len(self.sequences) >= self.plan.max_seqs:
-            return self._no_slot()
+            return self._room.no_slot()
         parent = self.sequences[parent_id]
         for group in self.groups:
             group.settle_mass()
@@ -289,7 +241,7 @@ class CacheManager:
         that came in; the policy is first asked when they are all computed. Raises IncompatiblePlan."""
         if policy is not None:
             check_policy(policy, self.plan)
-            check_rotation(policy, [t for g, t in zip(self.groups, self._turns, strict=True) if governed(g.spec)])
+            self._deciding.check(policy)
         self._assigned[seq_id] = (policy, prompt_tokens)
 
     def unassign(self, seq_id: int) -> None:
@@ -298,87 +250,14 @@ class CacheManager:
 
     def decide(self, seq_id: int) -> Decision | None:
         """Ask the sequence's policy, where it has one and there is something to decide."""
-        state = self.sequences[seq_id]
-        if (policy := state.policy) is None or state.length < state.prompt_tokens:
-            return None
-        if state.length // self.plan.block_size == state.decided_blocks:
-            return None
-        state.decided_blocks = state.length // self.plan.block_size
-        per_token = self._governed_bytes()
-        longest = max(int(g.tables.fill[g.rows(r)].max()) for g, r in zip(self.groups, state.rows, strict=True))
-        if not policy.due(state.length, state.prompt_tokens, longest, self.plan.block_size, per_token):
-            return None
-        for group in self.groups:
-            group.settle_mass()
-        rings = state.rings or (None,) * len(self.groups)
-        views = tuple(
-            group_view(g, r, state.length, ring, turn) if governed(g.spec) else None
-            for g, r, ring, turn in zip(self.groups, state.rows, rings, self._turns, strict=True)
-        )
-        view = SequenceView(state.length, state.prompt_tokens, self.plan.block_size, per_token, views)
-        return policy.decide(view)
+        return self._deciding.decide(self.sequences[seq_id])
 
     def apply(self, seq_id: int, decision: Decision) -> bool:
         """Act on a decision. False, and no more is changed, where a shared block had to be copied and none is free."""
         state = self.sequences[seq_id]
-        for group in self.groups:
-            group.settle_mass()
-        demote = decision.demote or (None,) * len(self.groups)
-        for index, (group, row, keep) in enumerate(zip(self.groups, state.rows, decision.keep, strict=True)):
-            if keep is None:
-                continue
-            if (to := demote[index]) is not None:
-                if not self._demote(state, index, keep, to, decision.note):
-                    return False
-                continue
-            whole = state.policy is not None and not state.policy.rewrites
-            gone = drop_blocks(group, row, keep) if whole else keep_places(group, row, keep)
-            if gone is None:
-                return False
-            self._emit(
-                BlocksDropped(seq_id, index, tuple(b for _, b in gone), decision.note, tuple(p for p, _ in gone))
-            )
-        for index, columns in enumerate(decision.seal):
-            if columns is not None:
-                pool = decision.seal_into[index]
-                source, target = self.groups[index].seals.seal_columns(state.rows[index], columns, pool)
-                if source:
-                    self._emit(BlocksSealed(seq_id, index, source, target, pool))
-        for index, tokens in enumerate(decision.turn):
-            if tokens:
-                self._turn(state, index, decision.first_blocks, tokens)
+        done = self._deciding.apply(state, decision)
         self._note_slots(state)
-        return True
-
-    def _demote(self, state: SequenceState, index: int, keep: np.ndarray, to: np.ndarray, note: str) -> bool:
-        """Move some kept places of one group into other pools, drop those not kept. False where blocks are missing."""
-        group, row = self.groups[index], state.rows[index]
-        view = group_view(group, row, state.length, None)
-        numbers = view.keys(), view.values()
-        made = encode_demoted(group, row, to, view.positions, numbers)
-        if made is None:
-            return False
-        mass = {i: _mass_of(view, m.row - row, to[m.row - row] == m.pool, group.block_size) for i, m in enumerate(made)}
-        gone = keep_places(group, row, keep & (to <= 0))
-        assert gone is not None, "a sequence whose tokens are demoted owns its blocks"
-        insert(group, made, mass)
-        for new in made:
-            self._emit(BlocksTaken(state.seq_id, index, new.pool, new.blocks))
-        self._emit(BlocksDropped(state.seq_id, index, tuple(b for _, b in gone), note, tuple(p for p, _ in gone)))
-        return True
-
-    def _turn(self, state: SequenceState, index: int, blocks: int, tokens: int) -> None:
-        """Turn the first blocks of one group; where no block is free for a copy, the next decision does."""
-        turn = self._turns[index]
-        assert turn is not None, "the policy was checked for it"
-        before = state.written.get(index)
-        if made := turn_first_blocks(self.groups[index], state.rows[index], blocks, tokens, turn, before):
-            state.written[index] = made
-
-    def _governed_bytes(self) -> int:
-        """Bytes that one token takes in the groups that policies can shrink."""
-        mine = [g for g in self.groups if governed(g.spec)]
-        return sum(g.pool_block_bytes[g.home] * g.rows_per_seq // g.block_size for g in mine)
+        return done
 
     # -- looking --------------------------------------------------------------------------------------------------
     def memory(self) -> CacheMemory:
@@ -413,14 +292,6 @@ class CacheManager:
             group.check([s.rows[index] for s in self.sequences.values()], also)
         if self.prefixes is not None:
             self.prefixes.index.check()
-
-
-def _mass_of(view: GroupView, row: int, moved: np.ndarray, block_size: int) -> np.ndarray:
-    """[n, B]: the attention mass of the places of a row that move, in the order of the text."""
-    places = np.flatnonzero(moved)
-    places = places[np.argsort(view.positions[row, places])]
-    mass = np.zeros(len(places), np.float32) if view.mass is None else view.mass[row, places]
-    return mass.reshape(-1, block_size)
 
 
 def _rings(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[QueryRing | None, ...]:
