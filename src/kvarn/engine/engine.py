@@ -14,8 +14,9 @@ from kvarn.engine.guide import Guide
 from kvarn.engine.request import CompletionState, RequestState, Watch
 from kvarn.engine.runner import StepRun, run_model
 from kvarn.engine.sampler import Sampled, sample, token_logprob
-from kvarn.engine.scheduler import Row, Scheduler, StepPlan
+from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.sequence import Entry
+from kvarn.engine.step_plan import Row, StepPlan
 from kvarn.engine.verify import Verifier, Watched
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.policies.base import KVPolicy
