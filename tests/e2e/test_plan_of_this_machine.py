@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvarn.planner.speed import EngineSpeed, keep_speed, kept_speed
+from kvarn.planner.speed import EngineSpeed, EngineSpeeds, keep_speed, kept_speed
 from support.fetched import fetched
 
 PEAK = """
@@ -23,9 +23,9 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 def test_speed_holds_for_this_machine_and_version_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVARN_HOME", str(tmp_path))
     assert kept_speed("a processor", 2) is None
-    speed = EngineSpeed(1e-3, 1e-4, 3e10, 2e10, 1e11, 2.5e8)
-    place = keep_speed("a processor", 2, speed)
-    assert kept_speed("a processor", 2) == speed
+    speeds = EngineSpeeds(EngineSpeed(1e-3, 1e-4, 3e10, 2e10, 1e11), EngineSpeed(2e-3, 2e-4, 2e10, 2e10, 1e11), 2.5e8)
+    place = keep_speed("a processor", 2, speeds)
+    assert kept_speed("a processor", 2) == speeds
     assert kept_speed("another", 2) is None
     assert kept_speed("a processor", 4) is None
     place.write_text("{")
@@ -33,9 +33,15 @@ def test_speed_holds_for_this_machine_and_version_only(tmp_path: Path, monkeypat
 
 
 def test_predicted_steps_add_their_parts_up() -> None:
-    speed = EngineSpeed(1e-3, 1e-4, 3e10, 2e10, 1e11, 2.5e8)
+    speed = EngineSpeed(1e-3, 1e-4, 3e10, 2e10, 1e11)
     assert speed.decode_s(30, 3e8, 2e8) == pytest.approx(1e-3 + 3e-3 + 1e-2 + 1e-2)
     assert speed.prefill_s(30, 1024, 1e11) == pytest.approx(1.0 + 2 * 4e-3)
+
+
+def test_codes_and_floats_have_speeds_of_their_own() -> None:
+    codes, floats = EngineSpeed(1e-3, 1e-4, 3e10, 2e10, 1e11), EngineSpeed(2e-3, 2e-4, 2e10, 2e10, 1e11)
+    speeds = EngineSpeeds(codes, floats, 2.5e8)
+    assert (speeds.of(0.625), speeds.of(1.0625), speeds.of(2.0), speeds.of(4.0)) == (codes, codes, floats, floats)
 
 
 @pytest.mark.model

@@ -2,12 +2,13 @@
 
 Small models of random weights tell a step's costs apart: many tiny layers give the overheads a step and a layer, two
 wide layers the rate at which weights are read, the same at a long context the rate for the cache, its prompt the
-FLOP/s.
+FLOP/s. Once with weights of 4 bits, once with bfloat16: they run through different products.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Any
 
 import psutil
 import tokenizers
-import torch
 from torch import Tensor
 
 from kvarn.core.options import EngineOptions
@@ -27,8 +27,8 @@ from kvarn.models.base import load_architecture
 from kvarn.models.build import Wanted
 from kvarn.models.loading.load import build_model, load_kind
 from kvarn.models.weights.base import RawBlocks
-from kvarn.planner.hardware import processor_name, usable_cores
-from kvarn.planner.speed import CHUNK_TOKENS, EngineSpeed, keep_speed
+from kvarn.planner.hardware import processor_name, read_bandwidth, usable_cores
+from kvarn.planner.speed import CHUNK_TOKENS, EngineSpeed, EngineSpeeds, keep_speed
 from kvarn.text.tokenizer import Tokenizer, TokenizerSettings
 
 STEPS = 24
@@ -40,8 +40,10 @@ TINY = {
     "num_key_value_heads": 1,
     "vocab_size": 256,
 }
-WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
 WIDE |= {"vocab_size": 49152, "num_hidden_layers": 6}
+LAYERS = 8, 32  # of the tiny models
+OVER_BANDWIDTH = 4.0  # a cache of the processor may read faster than memory, but not without end
 
 
 class RandomSource:
@@ -64,23 +66,23 @@ class RandomSource:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of the fastest whole prompt chunk and of the fastest decode step."""
+    """Median seconds of a whole prompt chunk and of a decode step."""
 
     chunk_s: float
     step_s: float
 
 
-def make_engine(config: Mapping[str, Any]) -> Engine:
-    """A Llama of that shape with random weights, in the engine's own weight kind."""
-    full = {"model_type": "llama", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+def make_engine(config: Mapping[str, Any], weights: str) -> tuple[Engine, int]:
+    """A Llama of that shape with random weights of that kind, and the bytes of weights that a step reads."""
+    full = {"model_type": "llama", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     full |= config
-    kind, wanted = load_kind("native"), Wanted()
+    kind, wanted = load_kind(weights), Wanted()
     load_architecture("llama")(full, wanted)
     model = build_model(full, RandomSource(wanted.shapes()), kind)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{i}": i for i in range(full["vocab_size"])}, "t0"))
     words.decoder = tokenizers.decoders.ByteLevel()
     options = EngineOptions(context_tokens=8192, max_seqs=1, step_tokens=CHUNK_TOKENS, prefix_caching=False)
-    return assemble(model, Tokenizer(words, TokenizerSettings()), load_backend(), options).engine
+    return assemble(model, Tokenizer(words, TokenizerSettings()), load_backend(), options).engine, model.weight_bytes
 
 
 def timed(engine: Engine, prompt_tokens: int) -> Timed:
@@ -96,39 +98,48 @@ def timed(engine: Engine, prompt_tokens: int) -> Timed:
         begun = time.perf_counter()
         engine.step()
         (chunks if i < -(-prompt_tokens // CHUNK_TOKENS) else steps).append(time.perf_counter() - begun)
-    return Timed(min(chunks), min(steps))
+    return Timed(statistics.median(chunks), statistics.median(steps))
 
 
-def measure() -> EngineSpeed:
-    """The constants of this machine; about ten seconds when nothing else runs."""
-    base_bytes = psutil.Process().memory_info().rss
-    deep, flat = (timed(make_engine({**TINY, "num_hidden_layers": n}), 8) for n in (32, 8))
-    layer_s = max(0.0, (deep.step_s - flat.step_s) / 24)
-    step_s = max(0.0, flat.step_s - 8 * layer_s)
-    wide = make_engine(WIDE)
-    short, long = timed(wide, 8), timed(wide, LONG_TOKENS)
+def measure() -> EngineSpeeds:
+    """The constants of this machine; about half a minute when nothing else runs."""
+    base_bytes, bandwidth = psutil.Process().memory_info().rss, read_bandwidth(usable_cores())
+    return EngineSpeeds(_measured("int4", bandwidth), _measured("bfloat16", bandwidth), base_bytes)
+
+
+def _measured(weights: str, bandwidth: float) -> EngineSpeed:
+    few, many = (timed(make_engine({**TINY, "num_hidden_layers": n}, weights)[0], 8).step_s for n in LAYERS)
+    layer_s = max(0.0, (many - few) / (LAYERS[1] - LAYERS[0]))
+    step_s = max(0.0, few - LAYERS[0] * layer_s)
+    engine, weight_bytes = make_engine(WIDE, weights)
+    timed(engine, 8)  # the first products of a shape take longer
+    short, long = timed(engine, 8), timed(engine, LONG_TOKENS)
     hidden, ff, layers = WIDE["hidden_size"], WIDE["intermediate_size"], WIDE["num_hidden_layers"]
-    dense = layers * (4 * hidden * hidden + 3 * hidden * ff)
-    read_bytes = 2 * (dense + WIDE["vocab_size"] * hidden)
-    cache_bytes = layers * 2 * hidden * 2 * LONG_TOKENS
+    kv_width = hidden // WIDE["num_attention_heads"] * WIDE["num_key_value_heads"]
+    dense = layers * (2 * hidden * (hidden + kv_width) + 3 * hidden * ff)
     fixed_s = step_s + layers * layer_s
     return EngineSpeed(
         step_s=step_s,
         layer_s=layer_s,
-        weight_bytes_per_s=read_bytes / max(1e-6, short.step_s - fixed_s),
-        kv_bytes_per_s=cache_bytes / max(1e-6, long.step_s - short.step_s),
+        weight_bytes_per_s=_rate(weight_bytes, short.step_s - fixed_s, bandwidth),
+        kv_bytes_per_s=_rate(layers * 2 * kv_width * 2 * LONG_TOKENS, long.step_s - short.step_s, bandwidth),
         prefill_flops=2 * dense * CHUNK_TOKENS / max(1e-6, long.chunk_s - fixed_s),
-        base_bytes=base_bytes,
     )
+
+
+def _rate(nbytes: float, seconds: float, bandwidth: float) -> float:
+    """Bytes a second; a difference of two times that other work has blurred may come out near nothing."""
+    return nbytes / max(seconds, nbytes / (OVER_BANDWIDTH * bandwidth))
 
 
 def main() -> None:
     """Measure and keep."""
-    speed = measure()
-    keep_speed(processor_name(), usable_cores(), speed)
-    print(f"step {speed.step_s * 1e3:.2f} ms + {speed.layer_s * 1e6:.0f} us a layer, weights at ", end="")
-    print(f"{speed.weight_bytes_per_s / 1e9:.1f} GB/s, cache at {speed.kv_bytes_per_s / 1e9:.1f} GB/s, ", end="")
-    print(f"prompts at {speed.prefill_flops / 1e9:.0f} GFLOP/s (torch {torch.__version__})")
+    speeds = measure()
+    keep_speed(processor_name(), usable_cores(), speeds)
+    for words, speed in (("weights of 4 and 8 bits", speeds.codes), ("float weights", speeds.floats)):
+        print(f"{words}: step {speed.step_s * 1e3:.2f} ms + {speed.layer_s * 1e6:.0f} us a layer, ", end="")
+        print(f"weights at {speed.weight_bytes_per_s / 1e9:.1f} GB/s, ", end="")
+        print(f"cache at {speed.kv_bytes_per_s / 1e9:.1f} GB/s, prompts at {speed.prefill_flops / 1e9:.0f} GFLOP/s")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvarn.core.geometry import ModelGeometry
 from kvarn.core.specs import LayerKind, LayerSpec
 from kvarn.planner.settings import Settings
-from kvarn.planner.speed import EngineSpeed
+from kvarn.planner.speed import EngineSpeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Device:
     accelerator: bool = True
     measured: bool = False
     source: str = ""
-    kvarn: EngineSpeed | None = None
+    kvarn: EngineSpeeds | None = None
 
     def peak(self, name: str) -> float | None:
         """Dense FLOP/s of a number type; of the next wider one where it is not stated."""

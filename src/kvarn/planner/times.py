@@ -68,7 +68,9 @@ def _batches(case: Case, device: Device, budget: CacheBudget | None, kv_read: fl
 
 def engine_speed(case: Case, device: Device) -> EngineSpeed | None:
     """What Kvarn's engine was measured to do on this machine, where that is what is planned."""
-    return device.kvarn if case.profile.name == "kvarn" and case.settings.devices == 1 else None
+    if device.kvarn is None or case.profile.name != "kvarn" or case.settings.devices != 1:
+        return None
+    return device.kvarn.of(case.weight_width)
 
 
 def _predicted_step(case: Case, device: Device, work: Work) -> float | None:
