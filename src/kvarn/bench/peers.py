@@ -69,7 +69,7 @@ def _llama_cpp(folder: Path, model: Path) -> Iterator[Engine]:
 
 
 def _openvino(folder: Path, model: Path) -> Iterator[Engine]:
-    if not _installed(folder / "venv", "openvino_genai"):
+    if not is_installed(folder / "venv", "openvino_genai"):
         raise KvarnError(f"OpenVINO GenAI: not installed in {folder / 'venv'}", fixes=("make peers",))
     worker = (str(folder / "venv" / "bin" / "python"), str(WORKERS / "run_openvino.py"))
     yield from _with_both_files("openvino", worker, ("f16", "u8"), folder, model)
@@ -88,7 +88,7 @@ def _with_both_files(
 
 
 def _vllm(folder: Path, model: Path) -> Iterator[Engine]:
-    if not _installed(folder / "vllm", "vllm"):
+    if not is_installed(folder / "vllm", "vllm"):
         raise KvarnError(f"vLLM: not installed in {folder / 'vllm'}", fixes=("make peers",))
     worker = (str(folder / "vllm" / "bin" / "python"), str(WORKERS / "run_vllm.py"))
     weights = hf_directory(model, folder / "models")
@@ -104,5 +104,6 @@ def _transformers(folder: Path, model: Path) -> Iterator[Engine]:
         yield Engine(f"transformers bf16 {attention}", worker, (str(weights), attention), family="transformers")
 
 
-def _installed(venv: Path, package: str) -> bool:
+def is_installed(venv: Path, package: str) -> bool:
+    """Whether that environment holds the package."""
     return any(venv.glob(f"lib/python*/site-packages/{package}"))

@@ -81,6 +81,27 @@ def summarise(run: Run, goal: Goal) -> Summary:
     )
 
 
+def ratios(summaries: Sequence[Summary], own: str) -> list[dict[str, Any]]:
+    """Of each run, the server called `own` against the best of the others: requests a second (more is better) and the
+    95th percentile of the time to the first token (less is better)."""
+    lines = []
+    for mine in (s for s in summaries if s.target == own and s.ttft_s):
+        others = [s for s in summaries if s.run == mine.run and s.target != own and s.ttft_s]
+        if not others:
+            continue
+        most = max(others, key=lambda s: s.requests_per_s)
+        soonest = min(others, key=lambda s: s.ttft_s["p95"])
+        lines += [
+            _ratio(mine.run, "requests/s", mine.requests_per_s, most.requests_per_s, most.target),
+            _ratio(mine.run, "p95 time to first token, s", mine.ttft_s["p95"], soonest.ttft_s["p95"], soonest.target),
+        ]
+    return lines
+
+
+def _ratio(run: str, what: str, own: float, best: float, name: str) -> dict[str, Any]:
+    return {"run": run, "figure": what, "kvarn": own, "best_peer": best, "best_peer_server": name, "ratio": own / best}
+
+
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}

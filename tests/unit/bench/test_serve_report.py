@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from kvarn.bench.serve_client import Record, Target
-from kvarn.bench.serve_report import Goal, plot, summarise, table
+from kvarn.bench.serve_report import Goal, plot, ratios, summarise, table
 from kvarn.bench.serve_run import Run
 
 TARGET = Target("ours", "http://x", "m")
@@ -53,6 +54,19 @@ def test_a_run_of_errors_only() -> None:
 
 def test_one_token_has_no_time_per_token() -> None:
     assert record(0.1, 0.0, tokens=1).tpot_s is None
+
+
+def test_ratios_are_to_the_best_of_the_others_in_the_same_run() -> None:
+    def run(name: str, warmth: str, ttft_s: float, duration_s: float) -> Run:
+        return Run(replace(TARGET, name=name), warmth, (record(ttft_s, 0.01),), duration_s)
+
+    runs = [run("kvarn", "cold", 0.2, 1.0), run("kvarn", "warm", 0.1, 1.0)]
+    runs += [run("a", "cold", 0.4, 4.0), run("b", "cold", 0.8, 2.0), run("b", "warm", 0.1, 1.0)]
+    found = ratios([summarise(r, Goal()) for r in runs], "kvarn")
+    assert [(f["run"], f["best_peer_server"], f["ratio"]) for f in found] == [
+        ("cold", "b", 2.0), ("cold", "a", pytest.approx(0.5)), ("warm", "b", 1.0), ("warm", "b", 1.0)
+    ]  # fmt: skip
+    assert ratios([summarise(runs[0], Goal())], "kvarn") == []
 
 
 def test_plot_is_a_picture(tmp_path: Path) -> None:

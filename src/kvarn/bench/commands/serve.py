@@ -12,12 +12,17 @@ from typing import Any
 import click
 from rich.console import Console
 
+from kvarn.bench.measure import context_for
+from kvarn.bench.peers import OWN
 from kvarn.bench.serve_client import Target
 from kvarn.bench.serve_launch import launched
 from kvarn.bench.serve_load import Conversation, LoadSpec, draw_load, parse_lengths
-from kvarn.bench.serve_report import Goal, Summary, plot, summarise, table
+from kvarn.bench.serve_peers import Asked, servers
+from kvarn.bench.serve_report import Goal, Summary, plot, ratios, summarise, table
 from kvarn.bench.serve_run import Run, play, with_model
 from kvarn.core.errors import InvalidRequest
+from kvarn.hub import default_name, resolve
+from kvarn.planner.hardware import usable_cores
 
 RUN_NAMES = ("cold", "warm")
 
@@ -47,6 +52,18 @@ RUN_NAMES = ("cold", "warm")
 @click.option(
     "--start", "starts", multiple=True, metavar="NAME=COMMAND", help="Run COMMAND while the server NAME is measured."
 )
+@click.option(
+    "--peers", is_flag=True, help="Start and measure Kvarn, and of llama.cpp and vLLM what `make peers` built."
+)
+@click.option("--peers-model", metavar="MODEL", help="The GGUF file, or its short name, that they serve.")
+@click.option("--threads", type=click.IntRange(1), help="Of each server that --peers starts (default: the cores).")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path("build/peers"),
+    show_default=True,
+    help="Where `make peers` put them.",
+)
 @click.option("--start-timeout-s", type=float, default=300.0, show_default=True, help="Until a started server answers.")
 @click.option("--timeout-s", type=float, default=600.0, show_default=True, help="Of one read from a server.")
 @click.option(
@@ -62,11 +79,12 @@ def COMMAND(urls: tuple[str, ...], json_path: Path | None, plot_path: Path | Non
 
     \b
     kvarn bench serve http://127.0.0.1:8000
-    kvarn bench serve ours=http://127.0.0.1:8000 theirs=http://127.0.0.1:8001 --users 32 --conversations 64 \\
-        --system-tokens 1000 --repeat 2
+    kvarn bench serve ours=http://127.0.0.1:8000 theirs=http://127.0.0.1:8001 --rate 2 --turns 3
+    kvarn bench serve --peers --users 32 --conversations 64 --system-tokens 1000 --repeat 2
     """
-    targets = [_target(url, given) for url in urls or ("http://127.0.0.1:8000",)]
-    targets = _with_commands(targets, given["starts"])
+    targets = _with_commands([_target(url, given) for url in urls], given["starts"])
+    peers = _peers(given) if given["peers"] else []
+    targets = [*targets, *peers] or [_target("http://127.0.0.1:8000", given)]
     spec = LoadSpec(
         conversations=given["conversations"],
         turns=given["turns"],
@@ -79,7 +97,8 @@ def COMMAND(urls: tuple[str, ...], json_path: Path | None, plot_path: Path | Non
         seed=given["seed"],
     )
     goal = Goal(*(ms / 1000 if ms is not None else None for ms in (given["goal_ttft_ms"], given["goal_tpot_ms"])))
-    runs = _play_all(targets, spec, max(1, repeat), given["timeout_s"], given["start_timeout_s"])
+    may_fail = {t.name for t in peers[1:]}
+    runs = _play_all(targets, may_fail, spec, max(1, repeat), given["timeout_s"], given["start_timeout_s"])
     summaries = [summarise(run, goal) for run in runs]
     _show(summaries, spec, json_path)
     if plot_path is not None:
@@ -95,6 +114,22 @@ def _target(text: str, given: dict[str, Any]) -> Target:
     return Target(name, url, given["model"], given["api"], given["api_key"], not given["stop_at_eos"])
 
 
+def _peers(given: dict[str, Any]) -> list[Target]:
+    """Kvarn and its peers on this machine; says which are not there. Raises InvalidRequest."""
+    path = resolve(given["peers_model"] or default_name()).path
+    if not path.is_file():
+        raise InvalidRequest(f"{path} is no GGUF file", fixes=("give a GGUF file, which all peers read",))
+    words = given["system_tokens"] + given["turns"] * sum(
+        parse_lengths(given[name]).high for name in ("prompt_tokens", "output_tokens")
+    )
+    asked = Asked(path, given["threads"] or usable_cores(), given["users"], context_for(2 * words))
+    found, missing = servers(asked, given["folder"].resolve())
+    for line in missing:
+        click.echo(line, err=True)
+    more = {"api": given["api"], "ignore_eos": not given["stop_at_eos"]}
+    return [Target(server.name, server.url, "", command=server.command, **more) for server in found]
+
+
 def _with_commands(targets: list[Target], starts: tuple[str, ...]) -> list[Target]:
     """Raises InvalidRequest for a command of a server that is not measured."""
     commands: dict[str, str] = {}
@@ -107,14 +142,20 @@ def _with_commands(targets: list[Target], starts: tuple[str, ...]) -> list[Targe
 
 
 def _play_all(
-    targets: list[Target], spec: LoadSpec, repeat: int, timeout_s: float, start_timeout_s: float
+    targets: list[Target], may_fail: set[str], spec: LoadSpec, repeat: int, timeout_s: float, start_timeout_s: float
 ) -> list[Run]:
-    """The same load against each, one after the other."""
+    """The same load against each, one after the other. may_fail: names of those that are left out, which is said, if
+    they do not start."""
     load = draw_load(spec)
     runs: list[Run] = []
     for target in targets:
-        with launched(target.command, target.url, start_timeout_s):
-            runs += asyncio.run(_play_one(target, spec, load, repeat, timeout_s))
+        try:
+            with launched(target.command, target.url, start_timeout_s):
+                runs += asyncio.run(_play_one(target, spec, load, repeat, timeout_s))
+        except InvalidRequest as error:
+            if target.name not in may_fail:
+                raise
+            click.echo(f"{target.name} is left out: {error}", err=True)
     return runs
 
 
@@ -136,7 +177,8 @@ async def _play_one(
 
 
 def _show(summaries: list[Summary], spec: LoadSpec, json_path: Path | None) -> None:
-    numbers = {"load": asdict(spec), "runs": [s.as_dict() for s in summaries]}
+    compared = ratios(summaries, OWN)
+    numbers = {"load": asdict(spec), "runs": [s.as_dict() for s in summaries], "ratios": compared}
     text = json.dumps(numbers, indent=2)
     if json_path is not None and str(json_path) != "-":
         json_path.write_text(text + "\n", encoding="utf-8")
@@ -144,3 +186,6 @@ def _show(summaries: list[Summary], spec: LoadSpec, json_path: Path | None) -> N
         click.echo(text)
     else:
         Console().print(table(summaries))
+        for line in compared:
+            name = f"{line['run']} {line['figure']}".strip()
+            click.echo(f"{name}: {line['ratio']:.2f} of the best peer's ({line['best_peer_server']})")
