@@ -92,7 +92,9 @@ class CacheGroup(GroupBlocks):
         rows = self.rows(row)
         fill = self.tables.fill[rows]
         column = np.minimum(fill // self.block_size, self.tables.columns - 1)
-        return (fill % self.block_size != 0) & (self.pools[OPEN].refs[self.tables.block[rows, column]] > 1)
+        partly = fill % self.block_size != 0
+        tail = np.where(partly, self.tables.block[rows, column], 0)  # behind a full block stands what once was there
+        return partly & (self.pools[OPEN].refs[tail] > 1)
 
     def short_by(self, want: int) -> dict[int, int]:
         """For each pool that lacks some: how many of the wanted blocks are missing. Each open block must also find a

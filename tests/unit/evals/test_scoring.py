@@ -78,6 +78,13 @@ def test_a_replay_scores_as_decoding_does(choice: str, prompt_tokens: int) -> No
     )
 
 
+def test_a_second_text_scores_as_the_first() -> None:
+    """Few open blocks, many sealed ones, and a table in which the first text's blocks stood."""
+    scorer = Scorer(make_engine(kv="int8", block_size=4, step_tokens=16, max_seqs=1))
+    first, second = (scorer.score(IDS[:30], IDS[30:]).logprobs.tolist() for _ in range(2))
+    assert first == second
+
+
 def test_what_is_unseen_is_kept_from_the_policy() -> None:
     """The policy decides after the prompt; so scoring the end alone after a longer replay is another thing than a
     longer prompt."""

@@ -18,7 +18,8 @@ from kvarn.kv.policies.base import GroupView, ScoredPolicy, SequenceView, Signal
 class ExpectedAttention(ScoredPolicy):
     """Expected Attention (Devoto et al. 2025, arXiv 2510.00636, section 3): queries before their rotation are taken as
     Gaussian, N(mu, S); turned by the mean rotation of the next `future_tokens` positions, E[exp(q.k / sqrt(d))] is
-    exp(mu.k / sqrt(d) + k'Sk / 2d). That, normalised over the keys, times the norm of the value, is the score.
+    exp(mu.k / sqrt(d) + k'Sk / 2d). That, normalised over the keys but the sinks, times the norm of the value, is the
+    score.
 
     Here: mu and S come from the last `query_tokens` queries, turned back, by query head; the heads that share a KV head
     are averaged. The paper takes the whole prompt's hidden states; kept queries cost less and follow the answer.
@@ -42,7 +43,8 @@ class ExpectedAttention(ScoredPolicy):
     def scores(self, group: GroupView, view: SequenceView) -> np.ndarray:
         keys, held = group.keys(), torch.from_numpy(group.positions >= 0)
         keys = keys.masked_fill(~held[..., None], 0.0)
-        logits = self._expected(group, view.length, keys).masked_fill(~held[:, None], -torch.inf)
+        judged = held & torch.from_numpy(group.positions >= self.sinks)
+        logits = self._expected(group, view.length, keys).masked_fill(~judged[:, None], -torch.inf)
         weights = torch.softmax(logits, dim=-1).mean(1)  # over the heads of a KV head
         return ((weights + self.epsilon) * group.values().norm(dim=-1)).numpy()
 
