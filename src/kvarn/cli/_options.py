@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import click
 
 from kvarn.core.errors import InvalidRequest
-from kvarn.core.options import CACHE_MODES, EngineOptions
+from kvarn.core.options import CACHE_MODES, NUMERICS, EngineOptions
 from kvarn.core.requests import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 ENGINE_FIELDS = (
     "weights",
+    "numerics",
     "kv",
     "share_layers",
     "cache",
@@ -78,6 +79,14 @@ def engine_options() -> Callable[[F], F]:
                 metavar="KIND",
                 show_default=True,
                 help="native (as the file holds them), float32, bfloat16, int8 or int4.",
+            ),
+            click.option(
+                "--numerics",
+                type=click.Choice(NUMERICS),
+                default="invariant",
+                show_default=True,
+                help="invariant: an answer's bits do not depend on the batch around it. fast: they may, where that is "
+                "faster (prompts of 4-bit weights; bfloat16 and float32 with one stream).",
             ),
             click.option(
                 "--kv",

@@ -17,6 +17,7 @@ import torch
 from kvarn import __version__
 from kvarn.kernels import backend_report, load_backend
 from kvarn.kernels._selfcheck import self_check
+from kvarn.models.weights._check import check_weights
 
 GB = 1e9
 
@@ -28,7 +29,8 @@ def COMMAND(as_json: bool, no_measure: bool) -> None:
     """Show which backend and instruction set run on this machine, check every kernel against the reference, and measure
     the memory's read bandwidth and the processor's float32 rate.
 
-    Exit status 1 where a kernel disagrees with the reference.
+    Also each kind of weights' products against float64, with --numerics invariant and fast. Exit status 1 where a
+    kernel disagrees with the reference, or a product leaves its bound.
     """
     found = examine(measure=not no_measure)
     if as_json:
@@ -36,7 +38,8 @@ def COMMAND(as_json: bool, no_measure: bool) -> None:
     else:
         for line in lines(found):
             click.echo(line)
-    if any(not c["ok"] for backend in found["checks"].values() for c in backend):
+    every = (*found["checks"].values(), found["weights"])
+    if any(not c["ok"] for checks in every for c in checks):
         sys.exit(1)
 
 
@@ -59,6 +62,7 @@ def examine(*, measure: bool) -> dict[str, Any]:
         "backend": load_backend().name,
         "backends": [asdict(r) for r in reports],
         "checks": checks,
+        "weights": [{**asdict(c), "ok": c.ok} for c in check_weights()],
         "rates": _rates() if measure and native else None,
     }
 
@@ -90,12 +94,27 @@ def lines(found: dict[str, Any]) -> list[str]:
         out += ["", f"Kernels of {name} against the reference: {len(checks) - len(bad)} of {len(checks)} agree"]
         lead = "" if bad else "nearest to its limit: "
         out += [f"  {lead}{c['name']}: error {c['error']:.2e}, limit {c['limit']:.2e}" for c in bad or _worst(checks)]
+    out += [
+        "",
+        "Products of weights, root mean square error over float64's (1 row / 128 rows)",
+        *_products(found["weights"]),
+    ]
     if rates := found["rates"]:
         out += [
             "",
             f"Memory, read by {rates['threads']} threads: {rates['read_bytes_per_s'] / GB:.1f} GB/s",
             f"Float32, {rates['isa']}: {rates['float_ops_per_s'] / GB:.0f} GFLOP/s",
         ]
+    return out
+
+
+def _products(checks: list[dict[str, Any]]) -> list[str]:
+    """A line a path."""
+    out = []
+    for few, many in zip(checks[::2], checks[1::2], strict=True):
+        how = "invariant and fast" if few["shared"] else few["numerics"]
+        bad = "" if few["ok"] and many["ok"] else "  beyond its bound, or not the same bits in any batch"
+        out.append(f"  {few['weights']:10} {how:20} {few['error']:.1e} / {many['error']:.1e}{bad}")
     return out
 
 

@@ -10,17 +10,21 @@ from kvarn.core.specs import GroupSpec
 CacheMode = Literal["paged", "contiguous", "none"]
 Grain = Literal["group", "layer", "head"]
 CACHE_MODES: tuple[CacheMode, ...] = ("paged", "contiguous", "none")
+Numerics = Literal["invariant", "fast"]
+NUMERICS: tuple[Numerics, ...] = ("invariant", "fast")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """What a user asks of an engine. None: decide for me.
 
-    weights: float32 | bfloat16 | int8 | int4 | native. kv: a cache choice (`kvarn.kv.choice`): a KV format's name,
-    k=NAME,v=NAME, a policy such as h2o:25%, or both with + between them. policy: the policy, where kv names none.
-    also: further choices that single requests may ask for. tiers: formats of further pools, into which a policy
-    moves tokens. share_layers: so many neighbouring layers use the first one's cache. kv_memory_bytes: budget of
-    all pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step at most (prefill
+    weights: float32 | bfloat16 | int8 | int4 | native. numerics: invariant, a request's numbers do not depend, bit for
+    bit, on the batch around it, the chunking or the threads (with the native kernels); fast, they may, where that is
+    faster: prompts of 4-bit weights go through a second form of 8 bits. kv: a cache choice (`kvarn.kv.choice`): a KV
+    format's name, k=NAME,v=NAME, a policy such as h2o:25%, or both with + between them. policy: the policy, where kv
+    names none. also: further choices that single requests may ask for. tiers: formats of further pools, into which a
+    policy moves tokens. share_layers: so many neighbouring layers use the first one's cache. kv_memory_bytes: budget
+    of all pools. context_tokens: longest sequence to allow. step_tokens: token rows of one step at most (prefill
     chunks and decode rows together). residual_tokens: newest tokens that stay in full precision before a quantized
     format seals them; above 0, its prefixes are not shared. grain: how finely block tables are cut. prefix_caching:
     keep the blocks of finished sequences for those that begin alike. poison: fill free slots with NaN, so that
@@ -29,6 +33,7 @@ class EngineOptions:
     """
 
     weights: str = "native"
+    numerics: Numerics = "invariant"
     kv: str | None = None
     policy: str | None = None
     also: tuple[str, ...] = ()

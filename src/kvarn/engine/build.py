@@ -58,7 +58,7 @@ def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | No
     if options.threads is not None and options.threads > 0:  # the plan refuses others
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(files)
-    model = load_model(files, options.weights, options.share_layers)
+    model = load_model(files, options.weights, options.share_layers, options.numerics)
     return assemble(model, tokenizer, backend, options, emit, fingerprint=fingerprint(files.path))
 
 
@@ -83,7 +83,8 @@ def assemble(
         prefill_per_decode=PREFILL_PER_DECODE,
         recompute_all=plan.mode == "none",
     )
-    model_id = f"{fingerprint} {options.weights} {backend.name} share_layers={options.share_layers}"
+    numbers = f"{options.weights} {options.numerics} {backend.name}"
+    model_id = f"{fingerprint} {numbers} share_layers={options.share_layers}"
     shares = options.prefix_caching and not model.rope_by_length and not _residual_is_lossy(plan)
     cache = _cache(plan, model, backend, options, emit, model_id if shares else None)
     policy = policy_of(CacheParams(policy=options.policy))
@@ -100,6 +101,7 @@ def _verifier(
         return None
     asked = EngineOptions(
         weights=options.weights,
+        numerics=options.numerics,
         backend=options.backend,
         share_layers=options.share_layers,
         block_size=options.block_size,
@@ -124,7 +126,7 @@ def check_before_loading(files: ModelFiles, options: EngineOptions) -> None:
     except (ModelError, ConfigError):
         return
     layers = share_layers(geometry.layers, options.share_layers)
-    plan = _plan(layers, geometry.max_context, load_kind(options.weights).activations, options)
+    plan = _plan(layers, geometry.max_context, load_kind(options.weights, options.numerics).activations, options)
     _check_choices(options, plan)
 
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvarn.core.errors import ConfigError, ModelError
+from kvarn.core.errors import ConfigError, ModelError, UnknownName
 from kvarn.core.files import ModelFiles
 from kvarn.core.gguf_config import config_from_gguf
 from kvarn.core.gguf_header import read_gguf_header, shard_paths
+from kvarn.core.options import NUMERICS, Numerics
 from kvarn.core.registry import load
 from kvarn.models.base import SHARE_LAYERS, CausalLM, load_architecture
 from kvarn.models.build import Loaded, Wanted, check
@@ -19,22 +20,29 @@ from kvarn.models.loading.safetensors import SafetensorsSource, weight_files
 from kvarn.models.weights.base import TensorSource, WeightKind
 
 
-def load_model(files: ModelFiles | Path | str, weights: str = "native", share_layers: int = 1) -> CausalLM:
+def load_model(
+    files: ModelFiles | Path | str,
+    weights: str = "native",
+    share_layers: int = 1,
+    numerics: Numerics = "invariant",
+) -> CausalLM:
     """Read a model from a GGUF file or a Hugging Face directory.
 
     weights: a file of `models/weights`, or 'native' for what is fastest for the file. share_layers: so many
-    neighbouring layers use the first one's cache. Raises IncompatiblePlan (share_layers), ModelError (file,
-    tensors), ConfigError, UnknownArchitecture, UnknownName (weights).
+    neighbouring layers use the first one's cache. numerics: see `EngineOptions`. Raises IncompatiblePlan
+    (share_layers), ModelError (file, tensors), ConfigError, UnknownArchitecture, UnknownName (weights, numerics).
     """
-    kind = load_kind(weights)
+    kind = load_kind(weights, numerics)
     path = files.path if isinstance(files, ModelFiles) else Path(files)
     config, source = open_model(path)
     return build_model(config, source, kind, share_layers)
 
 
-def load_kind(weights: str) -> WeightKind:
+def load_kind(weights: str, numerics: Numerics = "invariant") -> WeightKind:
     """The weight kind called `weights`. Raises UnknownName."""
-    return load("kvarn.models.weights", weights, "KIND", "weight kind")
+    if numerics not in NUMERICS:
+        raise UnknownName("numerics", numerics, NUMERICS)
+    return load("kvarn.models.weights", weights, "FAST" if numerics == "fast" else "KIND", "weight kind")
 
 
 def build_model(config: Config, source: TensorSource, kind: WeightKind, share_layers: int = 1) -> CausalLM:

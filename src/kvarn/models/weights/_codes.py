@@ -102,7 +102,7 @@ _READERS: dict[str, Callable[[Tensor], Codes]] = {
 
 def round_to_4_bits(weight: Tensor) -> Codes:
     """weight [N, K] float32 -> 16 even steps from the least to the greatest number of each 32 columns."""
-    parts = _parts(weight, BLOCK_COLUMNS)
+    parts = parts_of(weight, BLOCK_COLUMNS)
     least, most = parts.amin(-1), parts.amax(-1)
     scale, offset = ((most - least) / 15).clamp_min(TINY).half(), least.half()
     codes = torch.round((parts - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1))
@@ -112,14 +112,14 @@ def round_to_4_bits(weight: Tensor) -> Codes:
 def round_to_8_bits(weight: Tensor, group: int | None = BLOCK_COLUMNS) -> Codes:
     """weight [N, K] float32 -> even steps on both sides of 0, the largest magnitude of each `group` columns (None: of
     all) becoming 127."""
-    parts = _parts(weight, group)
+    parts = parts_of(weight, group)
     scale = (parts.abs().amax(-1) / 127).clamp_min(TINY).half()
     codes = torch.round(parts / scale.float().unsqueeze(-1)).clamp(-127, 127) + 128
     return Codes(codes.to(torch.uint8).flatten(1), scale, None, 128, 8)
 
 
-def _parts(weight: Tensor, group: int | None) -> Tensor:
-    """[N, K] -> [N, groups, group], K filled up with zeros to whole blocks."""
+def parts_of(weight: Tensor, group: int | None) -> Tensor:
+    """[N, K] -> [N, groups, group], K filled up with zeros to whole blocks; group None: all columns."""
     missing = -weight.shape[1] % BLOCK_COLUMNS
     padded = F.pad(weight, (0, missing)) if missing else weight
     return padded.unflatten(1, (-1, group or padded.shape[1]))

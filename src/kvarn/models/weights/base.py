@@ -110,7 +110,9 @@ class Table(Protocol):
 
 
 class WeightKind(Protocol):
-    """One way to hold weights; each file of this package defines one as `KIND`."""
+    """One way to hold weights. Each file of this package defines `KIND`, whose products give a row the same bits
+    whatever rows stand beside it (`--numerics invariant`), and `FAST`, which may promise less where that is faster;
+    where it is not, both are the same object."""
 
     name: str
     activations: torch.dtype
@@ -121,6 +123,11 @@ class WeightKind(Protocol):
 
     def table(self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool) -> Table:
         """Read an embedding; tied: its product is wanted too. Thread-safe."""
+        ...
+
+    def bound(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The most by which the product of x [T, K] (numbers that the activations' dtype holds) with the numbers
+        weight [N, K], both float64, differs from the exact one: [T, N]."""
         ...
 
 

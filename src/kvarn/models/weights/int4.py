@@ -1,18 +1,21 @@
 """4 bits a weight and a scale for each 32: the file's own blocks where it holds such, else rounded.
 
-Embeddings and the output's matrix keep 8 bits, which is what files of 4 bits do too.
+Embeddings and the output's matrix keep 8 bits, which is what files of 4 bits do too. FAST: prompts go through a second
+form, that of `int8`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
 from kvarn.kernels.api import Codes
 from kvarn.models.weights._coded import CodedKind
-from kvarn.models.weights._codes import codes_of, round_to_4_bits, round_to_8_bits
+from kvarn.models.weights._codes import BLOCK_COLUMNS, codes_of, round_to_4_bits, round_to_8_bits
 from kvarn.models.weights.base import RawBlocks
+from kvarn.models.weights.int8 import whole_rows
 
 
 def four_bits(raw: RawBlocks | None, numbers: Callable[[], Tensor]) -> Codes:
@@ -27,4 +30,5 @@ def own_blocks(raw: RawBlocks | None, numbers: Callable[[], Tensor]) -> Codes:
     return held if held is not None else round_to_8_bits(numbers())
 
 
-KIND = CodedKind("int4", four_bits, own_blocks)
+KIND = CodedKind("int4", four_bits, own_blocks, bits=4, group=BLOCK_COLUMNS)
+FAST = replace(KIND, for_many=whole_rows)

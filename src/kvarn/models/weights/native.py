@@ -1,16 +1,19 @@
 """Each matrix as its file holds it, multiplied the fastest way known: quantized blocks stay codes (4 bits stay 4, more
-become 8), floats become bfloat16."""
+become 8), floats become bfloat16. FAST: prompts go through a second form of the codes, that of `int8`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kvarn.models.weights._coded import CodedKind
+from kvarn.models.weights._codes import BLOCK_COLUMNS
 from kvarn.models.weights._float import FloatKind
 from kvarn.models.weights.base import LinearSpec, Product, Table, TensorSource
 from kvarn.models.weights.int4 import own_blocks
+from kvarn.models.weights.int8 import whole_rows
 
 
 @dataclass(frozen=True)
@@ -29,5 +32,12 @@ class NativeKind:
     def table(self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool) -> Table:
         return (self.floats if source.raw(name) is None else self.coded).table(name, shape, source, tied)
 
+    def bound(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of a quantized file's products, whose bound is the wider one."""
+        return self.coded.bound(x, weight)
 
-KIND = NativeKind("native", CodedKind("native", own_blocks, own_blocks), FloatKind("native", torch.bfloat16))
+
+_CODED = CodedKind("native", own_blocks, own_blocks, bits=8, group=BLOCK_COLUMNS)
+_FLOATS = FloatKind("native", torch.bfloat16)
+KIND = NativeKind("native", _CODED, _FLOATS)
+FAST = NativeKind("native", replace(_CODED, for_many=whole_rows), replace(_FLOATS, invariant=False))
