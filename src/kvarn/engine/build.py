@@ -15,7 +15,8 @@ from kvarn.core.files import ModelFiles, fingerprint
 from kvarn.core.geometry import geometry_of
 from kvarn.core.options import CachePlan, EngineOptions
 from kvarn.core.specs import LayerSpec, share_layers
-from kvarn.engine.engine import Cache, Engine
+from kvarn.engine.computing import Cache
+from kvarn.engine.engine import Engine
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.step_plan import SchedulerConfig
 from kvarn.engine.verify import Verifier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,41 +11,31 @@ from operator import index
 from kvarn.core.cache_params import CacheParams
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.requests import CompletionTrace, Delta, RequestOutput, SamplingParams
+from kvarn.engine.computing import Cache, Computing, Place, RowResult
 from kvarn.engine.guide import Guide
 from kvarn.engine.request import CompletionState, RequestState, Watch
-from kvarn.engine.runner import StepRun, run_model
-from kvarn.engine.sampler import Sampled, sample, token_logprob
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.sequence import Entry
 from kvarn.engine.step_plan import Row, StepPlan
 from kvarn.engine.verify import Verifier, Watched
-from kvarn.kv.manager import CacheManager
 from kvarn.kv.policies.base import KVPolicy
-from kvarn.kv.recompute import RecomputeCache
 from kvarn.kv.settling import policy_for
-from kvarn.kv.step import Span
 from kvarn.models.base import CausalLM
 from kvarn.text import Tokenizer
 
-Cache = CacheManager | RecomputeCache
+log = logging.getLogger("kvarn.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought: pieces of answers, and the requests that are finished."""
+    """What a step brought: pieces of answers, and the requests that are finished. failures: request id and error of
+    those among them for which something raised."""
 
     deltas: tuple[Delta, ...]
     finished: tuple[RequestOutput, ...]
     plan: StepPlan
     duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Which completion of which request a sequence is."""
-
-    request: RequestState
-    completion: CompletionState
+    failures: tuple[tuple[str, Exception], ...] = ()
 
 
 class Engine:
@@ -67,9 +58,11 @@ class Engine:
         self.model, self.tokenizer, self.cache, self.scheduler = model, tokenizer, cache, scheduler
         self._clock, self.policy, self.verifier = clock, policy, verifier
         self._requests: dict[str, RequestState] = {}
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, Place] = {}
         self._next_seq_id = 0
         self._pending: list[Delta] = []
+        self._failures: list[tuple[str, Exception]] = []
+        self._computing = Computing(model, cache, self._places, lambda seq_id: scheduler.sequence(seq_id).tokens)
 
     # -- requests -------------------------------------------------------------------------------------------------
     def add_request(
@@ -95,6 +88,9 @@ class Engine:
         then nothing has changed.
         """
         prompt_ids = self._checked(request_id, prompt_ids, params)
+        policy = policy or self.policy
+        if cache is not None:
+            policy = policy_for(cache, self.cache.plan, policy)
         now = self._clock()
         first = self._next_seq_id
         state = RequestState.new(request_id, prompt_ids, params, self.tokenizer, first, now, guide)
@@ -110,16 +106,15 @@ class Engine:
             deadline_s=None if deadline_s is None else now + deadline_s,
             reuse_prompt=params.prompt_logprobs is None and watch is None,
             replayed_tokens=replayed_tokens,
+            stepwise=policy is not None and policy.decides,
             block_tokens=self.cache.plan.block_size,
         )
         state.watch = self.verifier.watch(prompt_ids, state.seed) if self.verifier and watch is None else watch
-        self._enter(
-            entry, policy_for(cache, self.cache.plan, policy or self.policy) if cache else policy or self.policy
-        )
+        self._enter(entry, policy)
         self._next_seq_id += params.n
         self._requests[request_id] = state
         for completion in state.completions:
-            self._places[completion.seq_id] = _Place(state, completion)
+            self._places[completion.seq_id] = Place(state, completion)
         return state
 
     def _enter(self, entry: Entry, policy: KVPolicy | None) -> None:
@@ -176,88 +171,85 @@ class Engine:
 
     # -- a step ---------------------------------------------------------------------------------------------------
     def step(self) -> StepResult:
-        """One step over all that run. An error of the model ends the requests of this step, and is raised."""
+        """One step over all that run. A request for which something fails ends with that error; the others go on."""
         begun = self._clock()
         plan = self.scheduler.schedule(begun)
         for ended in plan.ended:
-            place = self._places.get(ended.seq_id)
-            if place and place.completion.finish_reason is None:
+            if place := self._places.get(ended.seq_id):
                 self._end(place.request, place.completion, "error", str(ended))
         for admitted in plan.admitted:
             if place := self._places.get(admitted.seq_id):
                 place.request.started_s = begun if place.request.started_s is None else place.request.started_s
                 place.request.cached_tokens = max(place.request.cached_tokens, admitted.cached_tokens)
         if plan.rows:
-            self._compute(plan.rows)
+            try:
+                self._compute(plan.rows)
+            finally:
+                self._recount()
         return self._result(plan, begun)
 
-    def _compute(self, rows: tuple[Row, ...]) -> None:
-        spans = [Span(r.seq_id, r.start, r.n_tokens) for r in rows]
-        tokens = [self.scheduler.sequence(r.seq_id).tokens[r.start : r.start + r.n_tokens] for r in rows]
-        try:
-            run = self._run(rows, spans, tokens)
-            chosen = self._choose(rows, run)
-        except Exception as error:
-            self._fail(spans, error)
-            raise
-        except BaseException:  # interrupted: nothing of the step counts, and it can be run again
-            self.cache.abort_step(spans)
-            raise
-        for row, fed in zip(rows, tokens, strict=True):
-            self.cache.commit(row.seq_id, fed)
-            if decision := self.cache.decide(row.seq_id):
-                self.cache.apply(row.seq_id, decision)
-        self._take(rows, chosen)
-
-    def _run(self, rows: Sequence[Row], spans: Sequence[Span], tokens: Sequence[Sequence[int]]) -> StepRun:
-        reach = [self._reach(r.seq_id) for r in rows]
-        return run_model(self.model, self.cache, spans, tokens, reach)
-
-    def _reach(self, seq_id: int) -> int:
-        request = self._places[seq_id].request
-        return len(request.prompt_ids) + request.params.max_tokens
-
-    def _fail(self, spans: Sequence[Span], error: Exception) -> None:
-        """Nothing of this step counts; its requests end, with all their completions."""
-        self.cache.abort_step(spans)
-        for request in dict.fromkeys(self._places[s.seq_id].request for s in spans):
-            for completion in request.completions:
-                if completion.finish_reason is None:
-                    self._end(request, completion, "error", f"{type(error).__name__}: {error}")
-
-    def _choose(self, rows: Sequence[Row], run: StepRun) -> list[Sampled]:
-        """Read all that is wanted of the logits before anything is committed: prompt log-probabilities, then the next
-        token of each row that samples, followed by the first of each of its children."""
-        for at, row in enumerate(rows):
-            place = self._places[row.seq_id]
-            if place.request.params.prompt_logprobs is not None:
-                self._score_prompt(row, place, run, at)
-            if place.request.watch is not None and place.completion.index == 0:
-                place.request.watch(row.start, run.rows(at))
-        sampling = [(i, r) for i, r in enumerate(rows) if r.samples]
-        wanted = [(i, self._places[s]) for i, r in sampling for s in (r.seq_id, *r.children)]
-        logits = run.last_logits([i for i, _ in wanted])
-        return sample(logits, [place.request.sample_row(place.completion) for _, place in wanted])
-
-    def _take(self, rows: Sequence[Row], chosen: Sequence[Sampled]) -> None:
-        """The chosen tokens go to their completions, which may end with them."""
+    def _compute(self, rows: Sequence[Row]) -> None:
+        results = self._computing.compute(rows)
+        for result in results:
+            if result.error is not None:
+                self._fail(result.row.seq_id, result.error)
+        self._commit([r for r in results if r.row.seq_id in self._places])
         now = self._clock()
-        sequences = [s for r in rows if r.samples for s in (r.seq_id, *r.children)]
-        places = [self._places[s] for s in sequences]
-        deltas = iter(
-            [
-                place.request.take(place.completion, got, self.tokenizer.end_ids, now)
-                for place, got in zip(places, chosen, strict=True)
-            ]
-        )
-        for row in rows:
-            own = [next(deltas)] if row.samples else []
-            self.scheduler.advance(row.seq_id, row.n_tokens, own[0].token_ids if own else ())
-            for child in row.children:
-                own.append(next(deltas))
-                self.scheduler.fork(child, own[-1].token_ids)
-            self._pending.extend(own)
-            self._close([s for s, d in zip((row.seq_id, *row.children), own, strict=False) if d.finish_reason])
+        for result in results:
+            if result.row.seq_id in self._places:
+                self._guarded(result.row.seq_id, lambda r=result: self._take(r, now))
+
+    def _commit(self, results: Sequence[RowResult]) -> None:
+        """The computed tokens stay in the cache; what is full comes to rest, and policies decide."""
+        for seq_id in self.cache.commit_step([r.span for r in results], [r.fed for r in results]):
+            if seq_id in self._places:
+                self._guarded(seq_id, lambda s=seq_id: self._settle(s))
+
+    def _settle(self, seq_id: int) -> None:
+        self.cache.come_to_rest(seq_id)
+        if seq_id not in self._computing.miscounted and (decision := self.cache.decide(seq_id)):
+            self.cache.apply(seq_id, decision)
+
+    def _recount(self) -> None:
+        """Where attention mass counts what did not happen, the sequence is computed again."""
+        for seq_id in self._computing.miscounted & self._places.keys():
+            self.scheduler.restart(seq_id)
+        self._computing.miscounted.clear()
+
+    def _guarded(self, seq_id: int, work: Callable[[], None]) -> None:
+        """Do something for one sequence; where it raises, its request ends."""
+        try:
+            work()
+        except Exception as error:
+            self._fail(seq_id, error)
+
+    def _fail(self, seq_id: int, error: Exception) -> None:
+        """End the sequence's request with all its completions."""
+        if (place := self._places.get(seq_id)) is None:
+            return
+        self._failures.append((place.request.request_id, error))
+        for completion in place.request.completions:
+            if completion.finish_reason is None:
+                self._end(place.request, completion, "error", f"{type(error).__name__}: {error}")
+
+    def _take(self, result: RowResult, now_s: float) -> None:
+        """The chosen tokens of a row go to their completions, which may end with them."""
+        row, ended = result.row, list[int]()
+        try:
+            if not row.samples:
+                self.scheduler.advance(row.seq_id, row.n_tokens)
+            for seq_id, got in zip((row.seq_id, *row.children), result.sampled, strict=row.samples):
+                place = self._places[seq_id]
+                delta = place.request.take(place.completion, got, self.tokenizer.end_ids, now_s)
+                self._pending.append(delta)
+                if delta.finish_reason is not None:
+                    ended.append(seq_id)
+                if seq_id == row.seq_id:
+                    self.scheduler.advance(seq_id, row.n_tokens, delta.token_ids)
+                else:
+                    self.scheduler.fork(seq_id, delta.token_ids)
+        finally:
+            self._close(ended)
 
     def _close(self, seq_ids: Sequence[int]) -> None:
         """Completions that ended give their blocks back, children before their parent."""
@@ -282,26 +274,18 @@ class Engine:
             bytes_by_format=tuple(self.cache.bytes_by_format(completion.seq_id).items()),
         )
 
-    def _score_prompt(self, row: Row, place: _Place, run: StepRun, span: int) -> None:
-        """Row start + j predicts prompt token start + j + 1; what a preemption repeats is not scored again."""
-        request, top = place.request, place.request.params.prompt_logprobs or 0
-        if len(request.prompt_logprobs) == len(request.prompt_ids) - 1:
-            return
-        end = min(row.start + row.n_tokens, len(request.prompt_ids) - 1)
-        for logits, at in run.span_logits(span, end - row.start):
-            for j, line in enumerate(logits):
-                target = row.start + at + j + 1
-                if target not in request.prompt_logprobs:
-                    request.prompt_logprobs[target] = token_logprob(line, request.prompt_ids[target], top)
-
     def _result(self, plan: StepPlan, begun: float) -> StepResult:
         deltas, self._pending = tuple(self._pending), []
+        failures, self._failures = tuple(self._failures), []
         done = [r for d in deltas if d.finish_reason and (r := self._requests.get(d.request_id)) and r.done]
         finished = tuple(self._ended(self._requests.pop(r.request_id)) for r in dict.fromkeys(done))
-        return StepResult(deltas, finished, plan, self._clock() - begun)
+        return StepResult(deltas, finished, plan, self._clock() - begun, failures)
 
     def _ended(self, request: RequestState) -> RequestOutput:
         output = request.output()
         if self.verifier is not None and isinstance(request.watch, Watched):
-            self.verifier.settle(request.watch, output)
+            try:
+                self.verifier.settle(request.watch, output)
+            except Exception:
+                log.exception("request %s could not be verified", output.request_id)
         return output

@@ -78,7 +78,15 @@ class AwaitsProtected:
         return f"preempted as often as allowed; sequence {self.running_id}, too, runs alone in that class"
 
 
-WaitReason = NoSlot | NoBlocks | NoBudget | RanOut | Behind | AwaitsParent | AwaitsProtected
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """It shared a step with one that failed, and its policy counted what did not happen."""
+
+    def __str__(self) -> str:
+        return "it is computed again, because a step that it was in failed"
+
+
+WaitReason = NoSlot | NoBlocks | NoBudget | RanOut | Behind | AwaitsParent | AwaitsProtected | Repeats
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,17 +109,17 @@ class RequestState:
     def take(self, completion: CompletionState, sampled: Sampled, end_ids: frozenset[int], now_s: float) -> Delta:
         """Append a chosen token; decides whether the completion ends, and which text is certain now."""
         token, p = sampled.token_id, self.params
+        ended = token in p.stop_token_ids or (token in end_ids and not p.ignore_eos)
+        text = "" if ended else completion.stream.push((token,))
+        if not ended and completion.guide is not None:
+            completion.guide.accept(token)
+            completion.error = completion.guide.error
         self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
         self.last_token_s = now_s
         completion.token_ids.append(token)
         completion.counts[token] += 1
         if sampled.logprob is not None:
             completion.logprobs.append(sampled.logprob)
-        ended = token in p.stop_token_ids or (token in end_ids and not p.ignore_eos)
-        text = "" if ended else completion.stream.push((token,))
-        if not ended and completion.guide is not None:
-            completion.guide.accept(token)
-            completion.error = completion.guide.error
         if completion.error is not None:
             completion.finish_reason = "error"
         elif ended or completion.stream.stopped_by is not None or (completion.guide and completion.guide.done):
@@ -133,9 +133,13 @@ class RequestState:
         return Delta(self.request_id, completion.index, text, (token,), completion.finish_reason, logprobs)
 
     def end(self, completion: CompletionState, reason: str, error: str | None = None) -> Delta:
-        """End a completion from outside: 'cancelled' or 'error'. What was held back of its text comes out."""
+        """End a completion from outside: 'cancelled' or 'error'. What was held back of its text comes out, unless that
+        is what fails: an end never does."""
         completion.finish_reason, completion.error = reason, error
-        text = completion.stream.finish()
+        try:
+            text = completion.stream.finish()
+        except Exception:
+            text = ""
         completion.pieces.append(text)
         return Delta(self.request_id, completion.index, text, (), reason)
 

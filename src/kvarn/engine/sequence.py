@@ -20,7 +20,8 @@ class Entry:
     engine fairly. namespace: whose prefix blocks may be found (see kvarn.kv.prefix). reuse_prompt: False where every
     prompt token must be computed (prompt logprobs). replayed_tokens: the last of the prompt that are computed as if
     they had been generated: block by block of block_tokens, so that the cache decides and seals between them as it does
-    while decoding. Raises InvalidRequest.
+    while decoding. stepwise: the same for what was generated and has to be computed again after a preemption; where the
+    cache decides between blocks, it then decides the same. Raises InvalidRequest.
     """
 
     seq_id: int
@@ -34,6 +35,7 @@ class Entry:
     deadline_s: float | None = None
     reuse_prompt: bool = True
     replayed_tokens: int = 0
+    stepwise: bool = False
     block_tokens: int = 1
 
     def __post_init__(self) -> None:
@@ -49,9 +51,9 @@ class Entry:
 
     def chunk_end(self, start: int) -> int | None:
         """Where a chunk that begins at `start` must end because of what is replayed; None: nowhere."""
-        begin = len(self.prompt_ids) - self.replayed_tokens
-        if not self.replayed_tokens or start >= len(self.prompt_ids):
+        if not (self.replayed_tokens or self.stepwise):
             return None
+        begin = len(self.prompt_ids) - self.replayed_tokens
         return begin if start < begin else start - start % self.block_tokens + self.block_tokens
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvarn.core.ledger import CacheLedger
 from kvarn.engine.fitting import check_fits
-from kvarn.engine.reasons import AwaitsParent, Behind, WaitReason
+from kvarn.engine.reasons import AwaitsParent, Behind, Repeats, WaitReason
 from kvarn.engine.running import RunningList
 from kvarn.engine.sequence import Entry, Phase, Sequence
 from kvarn.engine.step_plan import SchedulerConfig
@@ -128,6 +128,15 @@ class Sequences:
         return True
 
     cancel = finish
+
+    def restart(self, seq_id: int) -> None:
+        """A running sequence gives its blocks back and computes its tokens again."""
+        seq = self._seqs[seq_id]
+        assert seq.phase is Phase.RUNNING, f"sequence {seq_id} does not run"
+        self._stop(seq)
+        seq.computed_tokens = seq.slots_tokens = 0
+        seq.note_wait(Repeats())
+        self._wait(seq)
 
     def _promote(self, children: list[int]) -> None:
         """The first of these takes their parent's place."""

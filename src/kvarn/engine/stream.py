@@ -17,6 +17,7 @@ class Outbox:
         self._engine = engine
         self._deltas: dict[str, deque[Delta]] = {}
         self._outputs: dict[str, RequestOutput] = {}
+        self._errors: dict[str, Exception] = {}
         self._left: deque[str] = deque()
         self._stepping = False
 
@@ -25,7 +26,7 @@ class Outbox:
         self._deltas[request_id] = deque()
 
     def step(self) -> None:
-        """One step of the engine. Raises what the model raised; the requests of the step have ended then."""
+        """One step of the engine."""
         self._stepping = True
         try:
             result = self._engine.step()
@@ -37,23 +38,32 @@ class Outbox:
             if delta.request_id in self._deltas:
                 self._deltas[delta.request_id].append(delta)
         self._outputs.update((r.request_id, r) for r in result.finished if r.request_id in self._deltas)
+        self._errors.update((r, error) for r, error in result.failures if r in self._deltas)
 
     def next_delta(self, request_id: str) -> Delta | None:
-        """The next piece of an open request, stepping as long as there is none; None at its end."""
+        """The next piece of an open request, stepping as long as there is none; None at its end. Raises what ended
+        it."""
         mine = self._deltas[request_id]
         while not mine and request_id not in self._outputs and self._engine.has_work:
             self.step()
+        self._raise_for(request_id)
         return mine.popleft() if mine else None
 
     def finish(self, request_id: str) -> None:
-        """Step until an open request has ended."""
+        """Step until an open request has ended. Raises what ended it."""
         while request_id not in self._outputs and self._engine.has_work:
             self.step()
+        self._raise_for(request_id)
+
+    def _raise_for(self, request_id: str) -> None:
+        if (error := self._errors.pop(request_id, None)) is not None:
+            raise error
 
     def close(self, request_id: str) -> RequestOutput | None:
         """Forget an open request and cancel what is unfinished of it. Returns its output, None where it was closed."""
         if self._deltas.pop(request_id, None) is None:
             return None
+        self._errors.pop(request_id, None)
         return self._outputs.pop(request_id, None) or self._engine.cancel(request_id)
 
     def leave(self, request_id: str) -> None:

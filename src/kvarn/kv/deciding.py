@@ -60,6 +60,7 @@ class Deciding:
 
     def apply(self, state: SequenceState, decision: Decision) -> bool:
         """Act on a decision. False, and no more is changed, where a shared block had to be copied and none is free."""
+        self._check_shapes(state, decision)
         for group in self._groups:
             group.settle_mass()
         demote = decision.demote or (None,) * len(self._groups)
@@ -73,6 +74,18 @@ class Deciding:
             if tokens:
                 self._turn(state, index, decision.first_blocks, tokens)
         return True
+
+    def _check_shapes(self, state: SequenceState, decision: Decision) -> None:
+        """Raises ValueError for a decision over other places than the sequence has: a policy's mistake must not reach
+        the tables."""
+        if len(decision.keep) != len(self._groups):
+            raise ValueError(f"a decision over {len(decision.keep)} cache groups; there are {len(self._groups)}")
+        sides = (decision.keep, decision.demote or (None,) * len(self._groups))
+        for group, row, *given in zip(self._groups, state.rows, *sides, strict=True):
+            wanted = (group.rows_per_seq, int(group.tables.fill[group.rows(row)].max(initial=0)))
+            for array in given:
+                if array is not None and array.shape != wanted:
+                    raise ValueError(f"a decision over places {array.shape}; the sequence has {wanted}")
 
     def _keep(self, state: SequenceState, index: int, keep: np.ndarray, to: np.ndarray | None, note: str) -> bool:
         """Drop what is not kept of one group, and move what is to be moved. False where blocks are missing."""

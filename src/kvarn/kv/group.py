@@ -125,21 +125,34 @@ class CacheGroup(GroupBlocks):
         return tuple(self.own_block(OPEN, int(r), int(c)) for r, c in zip(rows, columns, strict=True))
 
     # -- a step ---------------------------------------------------------------------------------------------------
-    def advance(self, row: int, tokens: int) -> bool:
-        """The rows have so many more tokens; True where that filled a block."""
-        rows = slice(row, row + self.rows_per_seq)
-        before = self.tables.fill[rows] // self.block_size
-        self.tables.fill[rows] += tokens
-        return bool((self.tables.fill[rows] // self.block_size > before).any())
+    def advance(self, first_rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sequences with these first rows [S] have so many more tokens [S] each. Returns two bool [S]: for which of
+        them that filled a block, and for which something else may have come to rest: sealed late, or out of sight."""
+        rows, grown = first_rows[:, None] + np.arange(self.rows_per_seq), tokens[:, None]
+        fill = self.tables.fill[rows] + grown
+        self.tables.fill[rows] = fill
+        filled = self._crosses(fill, grown)
+        if self.home == OPEN or not self.plan.residual_tokens:
+            return filled, np.zeros_like(filled)
+        return filled, self._crosses(fill - self.plan.residual_tokens, grown)
+
+    def _crosses(self, tokens: np.ndarray, grown: np.ndarray) -> np.ndarray:
+        """bool [S]: whether a border between blocks lies within the last `grown` of tokens [S, R] in some row."""
+        return np.any(tokens // self.block_size != (tokens - grown) // self.block_size, axis=1)
+
+    def sees_less(self, length: int, grown: int) -> bool:
+        """Whether the last `grown` of a sequence's tokens pushed a block border out of the window."""
+        if self.held_spec.window_tokens is None:
+            return False
+        oldest_seen = length - self.held_spec.window_tokens + 1
+        return oldest_seen // self.block_size != (oldest_seen - grown) // self.block_size
 
     def drop_behind_window(self, row: int, length: int, grown: int) -> tuple[int, ...]:
         """Give back the leading blocks that no later query can see. length: logical tokens in the sequence, the last
         `grown` of them new since it was asked last."""
-        if self.held_spec.window_tokens is None:
+        if self.held_spec.window_tokens is None or not self.sees_less(length, grown):
             return ()
         oldest_seen = length - self.held_spec.window_tokens + 1
-        if oldest_seen // self.block_size == (oldest_seen - grown) // self.block_size:
-            return ()
         gone: list[int] = []
         for each in range(row, row + self.rows_per_seq):
             pools, blocks = self.tables.entries(each)

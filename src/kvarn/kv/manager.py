@@ -6,14 +6,14 @@ operands) -> the model runs -> `commit` each sequence (what counts, stays) or `a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from kvarn.core.events import (
-    BlocksDropped,
-    BlocksSealed,
     BlocksTaken,
+    Event,
     EventSink,
     SequenceAdmitted,
     SequenceReleased,
@@ -29,12 +29,15 @@ from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, Signal
 from kvarn.kv.room import Room
 from kvarn.kv.sharing import PrefixSharing
-from kvarn.kv.signals import NOTHING, QueryRing, Wants
+from kvarn.kv.signals import QueryRing
 from kvarn.kv.sizing import blocks_for
 from kvarn.kv.state import SequenceState
 from kvarn.kv.stats import CacheMemory, bytes_by_format, measure, measure_sequence
-from kvarn.kv.step import CacheStep, Span, build_step
+from kvarn.kv.step import CacheStep, Span
+from kvarn.kv.steps import Steps
 from kvarn.kv.turning import Turn
+
+log = logging.getLogger("kvarn.kv")
 
 
 class CacheManager:
@@ -55,7 +58,7 @@ class CacheManager:
         turns: Sequence[Turn | None] = (),
     ) -> None:
         self.plan, self.backend = plan, backend
-        self._emit = emit or (lambda event: None)
+        self._emit = _quiet(emit)
         self.device = torch.device(device)
         self.groups = tuple(CacheGroup(g, plan, backend, self.device, poison) for g in plan.groups)
         self.places = layer_places(layers, plan)
@@ -64,6 +67,7 @@ class CacheManager:
         sharable = plan.mode == "paged" and model_id is not None
         self.prefixes = PrefixSharing(self.groups, plan.block_size, model_id or "") if sharable else None
         self._room = Room(plan, self.groups, self.prefixes, self._emit)
+        self._steps = Steps(self.sequences, self.groups, self.places, backend, self.prefixes, self._emit)
         self._deciding = Deciding(self.groups, [turns[g.layers[0]] if turns else None for g in self.groups], self._emit)
         self.peak = measure(self)
 
@@ -84,7 +88,10 @@ class CacheManager:
         policy, prompt_tokens = self._assigned.get(seq_id, (None, 0))
         match = None
         if self.prefixes is not None and (policy is None or policy.prefix_pure):
-            match = self.prefixes.lookup(token_ids if reuse else (), namespace)
+            sought = token_ids if reuse else ()
+            if policy is not None and policy.decides:  # what comes behind the prompt hangs on what it dropped by then
+                sought = sought[:prompt_tokens]
+            match = self.prefixes.lookup(seq_id, sought, namespace)
         place = self.prefixes.index.acquire(match) if self.prefixes and match else None
         if short := self._room.short_for(len(token_ids), headroom_tokens, match):
             if self.prefixes and place:
@@ -141,29 +148,32 @@ class CacheManager:
         parent = self.sequences[parent_id]
         for group in self.groups:
             group.settle_mass()
-        rows = tuple(g.take_row() for g in self.groups)
-        child = SequenceState(child_id, rows, parent.length, parent.length, list(parent.token_ids))
+        child = parent.child(child_id, tuple(g.take_row() for g in self.groups))
         self.sequences[child_id] = child
-        child.policy, child.prompt_tokens, child.decided_blocks = (
-            parent.policy,
-            parent.prompt_tokens,
-            parent.decided_blocks,
-        )
-        child.written = dict(parent.written)
-        child.rings = tuple(r and r.copy() for r in parent.rings)
-        if self.prefixes is not None:
-            self.prefixes.fork(parent, child)
-        if self.plan.mode == "contiguous" and (short := self._reserve_context(child)):
+        try:
+            short = self._share(parent, child)
+        except BaseException:
+            self.release(child_id)
+            raise
+        if short is not None:
             self.release(child_id)
             return short
-        for group, source, target in zip(self.groups, parent.rows, rows, strict=True):
-            (group.copy_row if self.plan.mode == "contiguous" else group.share_row)(source, target)
-        if parent.policy is not None and Signal.ATTENTION_MASS in parent.policy.signals and not self._own_all(child):
-            self.release(child_id)
-            return NoRoom(0, "blocks for a copy: attention mass is counted a sequence")
         self._note_slots(parent)
         self._note_slots(child)
         self._emit(SequenceAdmitted(child_id, parent.length))
+        return None
+
+    def _share(self, parent: SequenceState, child: SequenceState) -> NoRoom | None:
+        """The child's rows hold what the parent's do."""
+        contiguous = self.plan.mode == "contiguous"
+        if self.prefixes is not None:
+            self.prefixes.fork(parent, child)
+        if contiguous and (short := self._reserve_context(child)):
+            return short
+        for group, source, target in zip(self.groups, parent.rows, child.rows, strict=True):
+            (group.copy_row if contiguous else group.share_row)(source, target)
+        if parent.policy is not None and Signal.ATTENTION_MASS in parent.policy.signals and not self._own_all(child):
+            return NoRoom(0, "blocks for a copy: attention mass is counted a sequence")
         return None
 
     def _own_all(self, state: SequenceState) -> bool:
@@ -189,51 +199,38 @@ class CacheManager:
     # -- a step ---------------------------------------------------------------------------------------------------
     def begin_step(self, spans: Sequence[Span]) -> CacheStep:
         """The operands of one step. Each span continues its sequence where it stands; its slots must exist."""
-        for span in spans:
-            state = self.sequences[span.seq_id]
-            assert span.start == state.length and span.start + span.n_tokens <= state.reserved, f"{span} has no slots"
-        states = [self.sequences[s.seq_id] for s in spans]
-        wants = [[_wants(state, g) for state in states] for g in range(len(self.groups))]
-        step = build_step(spans, [s.rows for s in states], self.groups, self.places, self.backend, wants)
+        step = self._steps.begin(spans)
         self._note_peak(sum(s.n_tokens for s in spans))
         return step
 
     def settle(self, step: CacheStep) -> None:
         """The model ran: what the step sealed on its way is sealed."""
-        for group, part in zip(self.groups, step.groups, strict=True):
-            if part.seals is not None:
-                group.seals.note_encoded()
+        self._steps.settle(step)
 
     def commit(self, seq_id: int, token_ids: Sequence[int], written_tokens: int | None = None) -> None:
-        """The first len(token_ids) of the tokens that the step wrote stay; the others' slots are emptied (rejected
-        drafts). Then full blocks are sealed, and blocks behind every window are given back."""
-        state = self.sequences[seq_id]
-        kept = len(token_ids)
-        written = kept if written_tokens is None else written_tokens
-        state.token_ids.extend(token_ids)
-        state.length += kept
-        state.filled = False
-        for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
-            if written > kept:
-                group.empty_slots(row, kept, written)
-            if group.advance(row, kept):
-                state.filled = True
-            source, target = group.seals.seal_rows(row, kept)
-            if source:
-                self._emit(BlocksSealed(seq_id, index, source, target))
-        if state.filled and self.prefixes is not None:
-            self.prefixes.feed(state)
-        for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
-            if dropped := group.drop_behind_window(row, state.length, kept):
-                self._emit(BlocksDropped(seq_id, index, dropped, "behind the window"))
+        """The first len(token_ids) of the tokens that the step wrote for one sequence stay; the others' slots are
+        emptied (rejected drafts). Then what is at rest is settled, as by `come_to_rest`."""
+        state, kept = self.sequences[seq_id], len(token_ids)
+        if written_tokens is not None and written_tokens > kept:
+            for group, row in zip(self.groups, state.rows, strict=True):
+                group.empty_slots(row, kept, written_tokens)
+        self.commit_step([Span(seq_id, state.length, kept)], [token_ids])
+        self.come_to_rest(seq_id)
 
-    def abort_step(self, spans: Sequence[Span]) -> None:
-        """Forget what a step wrote: the slots of these spans hold nothing."""
-        for span in spans:
-            if state := self.sequences.get(span.seq_id):
-                for group, row in zip(self.groups, state.rows, strict=True):
-                    group.seals.break_promises(row)
-                    group.empty_slots(row, 0, span.n_tokens)
+    def commit_step(self, spans: Sequence[Span], token_ids: Sequence[Sequence[int]]) -> list[int]:
+        """All that the step wrote for these spans stays. Only counts: blocks stay as they are. Returns the sequences
+        that must go through `come_to_rest`, and then `decide`."""
+        return self._steps.commit(spans, token_ids)
+
+    def come_to_rest(self, seq_id: int) -> None:
+        """Seal what the last step made old enough, give the prefix index what is complete, give back what is behind
+        every window."""
+        self._steps.come_to_rest(seq_id)
+
+    def abort_step(self, spans: Sequence[Span]) -> list[int]:
+        """Forget what a step wrote: the slots of these spans hold nothing. Returns the sequences whose attention mass
+        has counted the step all the same, so that policies must not read it."""
+        return self._steps.abort(spans)
 
     # -- policies -------------------------------------------------------------------------------------------------
     def assign(self, seq_id: int, policy: KVPolicy | None, prompt_tokens: int) -> None:
@@ -300,8 +297,15 @@ def _rings(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[Query
     return tuple(QueryRing(policy.query_tokens) if governed(g.spec) else None for g in groups)
 
 
-def _wants(state: SequenceState, group: int) -> Wants:
-    if state.policy is None:
-        return NOTHING
-    ring = state.rings[group] if state.rings else None
-    return Wants(Signal.ATTENTION_MASS in state.policy.signals, ring)
+def _quiet(emit: EventSink | None) -> EventSink:
+    """Who listens cannot break what it is told of."""
+    if emit is None:
+        return lambda event: None
+
+    def told(event: Event) -> None:
+        try:
+            emit(event)
+        except Exception:
+            log.exception("a listener to cache events failed")
+
+    return told

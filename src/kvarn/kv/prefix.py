@@ -36,6 +36,7 @@ class PrefixIndex:
         self._shelves: dict[tuple[str, str], Shelf] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._tick = 0
+        self._removals = self._adoptions = 0
 
     def __len__(self) -> int:
         """Blocks of tokens."""
@@ -60,6 +61,11 @@ class PrefixIndex:
             wanted = tuple(token_ids[tokens : min(tokens + self.block_size, limit)])
             source, n_tokens = self._partial(nodes[-1] if nodes else root, wanted)
         return Match(identity, len(token_ids), nodes, tokens, why, source, n_tokens)
+
+    def stamp(self, match: Match) -> tuple[int, ...]:
+        """Changes whenever the same lookup could find something else: more behind its end, or less before it."""
+        end = match.nodes[-1] if match.nodes else self._roots.get(match.identity)
+        return (self._removals, len(end.children) if end else -1, self._adoptions if self._windowed else 0)
 
     def _path(self, root: Node, token_ids: Sequence[int], limit: int) -> tuple[list[Node], Why]:
         """The nodes that hold the full blocks of the first `limit` tokens, as far as there are any, and why no more."""
@@ -199,6 +205,7 @@ class PrefixIndex:
             return None
         self.pin(node)
         adopted = tuple(g for g, part in enumerate(parts) if part is not None and node.parts[g] is None)
+        self._adoptions += len(adopted)
         for group in adopted:
             node.parts[group] = parts[group]
             if group in self._windowed and node.window_holds[group] == 0:  # a window of one token holds no block
@@ -286,6 +293,7 @@ class PrefixIndex:
         blocks = tuple(((group, pool), block) for pool, block in node.parts[group] or ())
         node.shelf.remove(node.shelf.parts[group], node, (group,))
         node.parts[group] = None
+        self._removals += 1
         self._prune(node)
         return Eviction(blocks, node.depth * self.block_size, not node.alive, idle)
 
@@ -305,6 +313,7 @@ class PrefixIndex:
         for group in self._windowed:
             shelf.remove(shelf.parts[group], node, (group,))
         node.alive = False
+        self._removals += 1
         if node.identity is not None:
             del self._roots[node.identity]
             shelf.roots -= 1
@@ -322,6 +331,7 @@ class PrefixIndex:
         """Forget everything; returns the blocks to give back. Sequences that run keep theirs, and index no more."""
         everything = [*self._nodes.values(), *self._roots.values()]
         blocks = tuple(block for node in everything for block in _blocks(node))
+        self._removals += 1
         for node in everything:
             node.alive = False
         for mapping in (self._nodes, self._roots, self._shelves, self._ghosts):

@@ -76,11 +76,14 @@ class RecomputeCache:
     def apply(self, seq_id: int, decision: Decision) -> bool:
         return False
 
-    def commit(self, seq_id: int, token_ids: Sequence[int], written_tokens: int | None = None) -> None:
+    def commit_step(self, spans: Sequence[Span], token_ids: Sequence[Sequence[int]]) -> list[int]:
+        return []
+
+    def come_to_rest(self, seq_id: int) -> None:
         return None
 
-    def abort_step(self, spans: Sequence[Span]) -> None:
-        return None
+    def abort_step(self, spans: Sequence[Span]) -> list[int]:
+        return []
 
     def memory(self) -> CacheMemory:
         return _NOTHING

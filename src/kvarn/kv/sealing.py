@@ -66,6 +66,8 @@ def seals_of_step(
     group: CacheGroup, first_rows: np.ndarray, counts: np.ndarray, rows: StepRows, table: TableView
 ) -> StepSeals | None:
     """None where no span crosses a border: then every query reads what the tables say."""
+    if group.home == OPEN or counts.max(initial=0) < 2:
+        return None
     parts = _parts(group, first_rows, counts)
     if len(parts) == len(counts):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.identity import Identity
@@ -14,6 +15,15 @@ from kvarn.kv.prefix_why import PrefixStats
 from kvarn.kv.state import SequenceState
 from kvarn.kv.table import OPEN
 
+MOST_FOUND = 256  # lookups of waiting sequences that are kept
+
+
+class _Found(NamedTuple):
+    """A lookup, and what it saw of the index."""
+
+    match: Match
+    stamp: tuple[int, ...]
+
 
 class PrefixSharing:
     """The prefix index of one manager. model: fingerprint of the weights and of how they are computed."""
@@ -21,7 +31,7 @@ class PrefixSharing:
     def __init__(self, groups: Sequence[CacheGroup], block_size: int, model: str) -> None:
         self.index = PrefixIndex(block_size, [g.spec.window_tokens for g in groups])
         self.stats = PrefixStats()
-        self.last_evictions: tuple[Eviction, ...] = ()
+        self._found: dict[int, _Found] = {}
         self._groups, self._size, self._model = groups, block_size, model
         self._format = ",".join(g.views[g.home].format.name for g in groups)
         self._copies = all(g.home == OPEN for g in groups)
@@ -29,8 +39,19 @@ class PrefixSharing:
     def identity(self, salt: bytes) -> Identity:
         return Identity(self._model, self._size, self._format, salt=salt)
 
-    def lookup(self, token_ids: Sequence[int], salt: bytes) -> Match:
-        return self.index.lookup(self.identity(salt), token_ids, partial=self._copies)
+    def lookup(self, seq_id: int, token_ids: Sequence[int], salt: bytes) -> Match:
+        """What the index holds of a sequence's text. A sequence that waits asks again at each step: what was found is
+        kept until the index changes where it ends."""
+        identity, found = self.identity(salt), self._found.get(seq_id)
+        if found is not None and (found.match.identity, found.match.asked_tokens) == (identity, len(token_ids)):
+            match, stamp = found
+            if stamp == self.index.stamp(match):
+                return match
+        match = self.index.lookup(identity, token_ids, partial=self._copies)
+        if len(self._found) >= MOST_FOUND:
+            self._found.clear()
+        self._found[seq_id] = _Found(match, self.index.stamp(match))
+        return match
 
     # -- a sequence comes, grows, forks, leaves ---------------------------------------------------------------------
     def take_over(self, state: SequenceState, match: Match) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -33,23 +33,36 @@ NOTHING = Wants(False, None)
 @dataclass(slots=True)
 class QueryRing:
     """The last w queries of a sequence in every layer of a group. stored [L, w, Hq, D] float32, query number i at
-    i % w; seen: queries so far."""
+    i % w; seen: queries so far. pushed: a step's newest queries by layer, and how many the step had, until it counts.
+    """
 
     w: int
     stored: Tensor | None = None
     params: AttendParams | None = None
     seen: int = 0
+    layers: int = 0
+    pushed: dict[int, Tensor] = field(default_factory=dict)
+    pushed_queries: int = 0
 
     def push(self, layer: int, layers: int, q: Tensor, params: AttendParams) -> None:
-        """q [t, Hq, D], rotated: the newest queries of this layer; layers come in order, 0 first."""
-        if self.stored is None:
-            self.stored = torch.zeros((layers, self.w, *q.shape[1:]))
-        if layer == 0:
-            self.seen += len(q)
-        newest = q[-self.w :]
-        at = torch.arange(self.seen - len(newest), self.seen) % self.w
-        self.stored[layer, at] = newest.float()
-        self.params = params
+        """q [t, Hq, D], rotated: the newest queries of this layer."""
+        self.layers = layers
+        self.pushed[layer] = q[-self.w :].to(torch.float32, copy=True)
+        self.pushed_queries, self.params = len(q), params
+
+    def commit(self, queries: int) -> None:
+        """The first `queries` of those pushed count."""
+        self.seen += queries
+        for layer, newest in self.pushed.items():
+            kept = newest[: len(newest) - (self.pushed_queries - queries)]
+            if self.stored is None:
+                self.stored = torch.zeros((self.layers, self.w, *kept.shape[1:]))
+            self.stored[layer, torch.arange(self.seen - len(kept), self.seen) % self.w] = kept
+        self.pushed.clear()
+
+    def abort(self) -> None:
+        """Nothing of what was pushed counts."""
+        self.pushed.clear()
 
     @property
     def kept(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.prefix_node import Node
@@ -17,7 +17,7 @@ class SequenceState:
     be, before another block is taken. token_ids: the committed tokens. policy: what decides over its blocks; rings: the
     queries it reads, for each group; decided_blocks: full blocks of the text when it was asked last, -1 before that;
     written: of each group whose first blocks were turned, how they were written;
-    filled: the last step filled a block. place: where it stands in the prefix index,
+    filled: the last step filled a block; grown: tokens that it brought. place: where it stands in the prefix index,
     None where it has no part in it; indexed: its blocks that the index knows. prefix_why: why its
     prefix lookup ended where it did.
     """
@@ -33,6 +33,23 @@ class SequenceState:
     decided_blocks: int = -1
     written: dict[int, Written] = field(default_factory=dict)
     filled: bool = False
+    grown: int = 0
     place: Node | None = None
     indexed: int = 0
     prefix_why: Why | None = None
+
+    def child(self, seq_id: int, rows: tuple[int, ...]) -> SequenceState:
+        """A sequence that goes on from here on its own; its rows are empty, and it has no place in the index yet."""
+        return replace(
+            self,
+            seq_id=seq_id,
+            rows=rows,
+            reserved=self.length,
+            token_ids=list(self.token_ids),
+            rings=tuple(r and r.copy() for r in self.rings),
+            written=dict(self.written),
+            filled=False,
+            place=None,
+            indexed=0,
+            prefix_why=None,
+        )

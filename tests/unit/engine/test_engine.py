@@ -261,24 +261,15 @@ def broken_at(call: int, error: BaseException, forward: Callable[..., Any]) -> C
 @pytest.mark.parametrize("what", ["forward", "logits"])
 @pytest.mark.parametrize("call", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["paged", "contiguous", "none"])
-def test_an_error_ends_the_requests_of_its_step_only(
+def test_a_passing_error_of_a_shared_step_ends_nobody(
     mode: str, call: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(cache=mode, max_seqs=3)
-    watch = Watch(engine)
-    asked = {"a": (PROMPT, replace(SAMPLED, n=2)), "b": (PROMPT[:7], GREEDY), "c": (PROMPT[:3], GREEDY)}
-    for name, (ids, params) in asked.items():
-        engine.add_request(name, ids, params)
+    asked = [(PROMPT, replace(SAMPLED, n=2)), (PROMPT[:7], GREEDY), (PROMPT[:3], GREEDY)]
+    expected = answers(make_engine(cache=mode), asked)
+    engine = make_engine(cache=mode)
     monkeypatch.setattr(engine.model, what, broken_at(call, ValueError("boom"), getattr(engine.model, what)))
-    with pytest.raises(ValueError, match="boom"):
-        watch.finish()
-    engine.cache.check()
-    watch.finish()
-    assert held_blocks(engine) == 0 and sorted(watch.outputs) == ["a", "b", "c"]
-    ended = {name: {c.finish_reason for c in o.completions} for name, o in watch.outputs.items()}
-    assert ended["a"] == {"error"} and ended["c"] == {"length"}, "c waited for a place, and was in no broken step"
-    assert watch.outputs["a"].completions[0].error == "ValueError: boom"
-    assert watch.outputs["c"].completions[0].token_ids == tuple(dense_greedy(tiny_model(), PROMPT[:3], 16))
+    assert answers(engine, asked) == expected
+    assert held_blocks(engine) == 0
 
 
 def test_an_interrupted_step_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
