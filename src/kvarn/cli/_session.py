@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from kvarn.core.requests import RequestOutput
 
 if TYPE_CHECKING:
     from kvarn.engine.llm import LLM
+    from kvarn.engine.report import DecodeReads
 
 KV_FIELDS = (
     "format",
@@ -52,6 +53,7 @@ class Report:
     output: RequestOutput
     load_s: float
     kv: dict[str, Any]
+    reads: DecodeReads
     verify: dict[str, Any] | None = None
 
     @classmethod
@@ -60,7 +62,8 @@ class Report:
         order = (*KV_FIELDS, *(name for name in found if name not in KV_FIELDS))
         verifier = llm.engine.verifier
         verify = None if verifier is None else asdict(verifier.report)
-        return cls(llm.files.name, output, llm.load_s, {name: found[name] for name in order}, verify)
+        kv = {name: found[name] for name in order}
+        return cls(llm.files.name, output, llm.load_s, kv, _reads(llm, output), verify)
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -93,6 +96,7 @@ class Report:
                 "prefill_tokens_per_s": self.prefill_tokens_per_s,
             },
             "kv": self.kv,
+            "decode_reads": self.reads.as_dict(),
             **({} if self.verify is None else {"verify": self.verify}),
         }
 
@@ -109,6 +113,7 @@ class Report:
             f"KV cache {kv['format']}: {kv['blocks_peak']} blocks of {kv['block_size']} tokens held at most, "
             f"{kv['physical_bytes_peak'] / 2**20:,.2f} MiB ({kv['bytes_per_token']:,} bytes a token, "
             f"{kv['utilisation']:.0%} of the reserved slots used)",
+            self.reads.line(),
             *self._verify_line(),
         )
 
@@ -121,6 +126,17 @@ class Report:
             f"verified {found['steps']} decode steps against a full cache: KL {found['kl']:.4g} nats "
             f"(most {found['kl_max']:.4g}), the same likeliest token in {found['top1_agreement']:.1%}",
         )
+
+
+def _reads(llm: LLM, output: RequestOutput) -> DecodeReads:
+    """Of the answer's middle step."""
+    from kvarn.engine.report import decode_reads  # noqa: PLC0415  (torch, which the help pages must not load)
+    from kvarn.planner.hardware import known_read_bytes_per_s  # noqa: PLC0415
+
+    steps = len(output.completions[0].token_ids) - 1
+    step_s = output.timings.decode_s / steps if steps > 0 else 0.0
+    found = decode_reads(llm.model, llm.engine.cache, len(output.prompt_ids) + max(0, steps) / 2, step_s)
+    return replace(found, read_bytes_per_s=known_read_bytes_per_s())
 
 
 def _rate(tokens: int, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""What the cache cost so far, in the words of the command line's `kv` object."""
+"""What the cache cost so far, in the words of the command line's `kv` object, and what a decode step reads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.recompute import RecomputeCache
+from kvarn.models.base import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,57 @@ class KVReport:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReads:
+    """What a decode step reads, and how close it comes to the machine's memory. weight_bytes: once a step however many
+    streams. cache_bytes: of all streams at their depth. step_s: what a step took, 0 where none ran. read_bytes_per_s:
+    what the machine's memory gives; None where that is not known."""
+
+    weight_bytes: int
+    cache_bytes: int
+    step_s: float
+    read_bytes_per_s: float | None = None
+
+    @property
+    def step_bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes
+
+    @property
+    def limit_s(self) -> float | None:
+        """The least that a step can take."""
+        return self.step_bytes / self.read_bytes_per_s if self.read_bytes_per_s else None
+
+    @property
+    def share(self) -> float | None:
+        """Of the memory's speed, 0 to 1."""
+        return self.limit_s / self.step_s if self.limit_s is not None and self.step_s > 0 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "step_bytes": self.step_bytes, "share": self.share}
+
+    def line(self) -> str:
+        """For people; MB and GB are 10^6 and 10^9 bytes."""
+        reads = (
+            f"a decode step reads {self.step_bytes / 1e6:,.1f} MB "
+            f"(weights {self.weight_bytes / 1e6:,.1f}, cache {self.cache_bytes / 1e6:,.1f})"
+        )
+        if self.read_bytes_per_s is None:
+            return f"{reads}; what this machine's memory gives is unknown"
+        limit = f"{reads}; at {self.read_bytes_per_s / 1e9:.1f} GB/s that is {1e3 * (self.limit_s or 0.0):.2f} ms"
+        if self.share is None:
+            return limit
+        return f"{limit}, it took {1e3 * self.step_s:.2f} ms: {self.share:.0%} of the memory's speed"
+
+
+def decode_reads(
+    model: CausalLM, cache: CacheManager | RecomputeCache, context_tokens: float, step_s: float, streams: int = 1
+) -> DecodeReads:
+    """For `streams` sequences of context_tokens each: no more than was ever held, for windows and policies let go."""
+    held = cache.peak.physical_bytes if isinstance(cache, CacheManager) else 0
+    reads = int(min(streams * context_tokens * cache.plan.bytes_per_token, held))
+    return DecodeReads(model.step_weight_bytes, reads, step_s)
 
 
 def kv_report(cache: CacheManager | RecomputeCache) -> KVReport:

@@ -115,6 +115,11 @@ class CausalLM:
         """Bytes of all weights in memory, shared ones counted once."""
         return total_bytes(self.tensors())
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a step of a single token reads."""
+        return self._weights.read_bytes()
+
     # What an architecture may change.
 
     def rope_kinds(self) -> tuple[str | None, ...]:

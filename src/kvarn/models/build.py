@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from kvarn.core.errors import ModelError
-from kvarn.models.weights.base import LinearSpec, Product, StepByStep, Table, TensorSource, WeightKind, read_vector
+from kvarn.models.weights.base import (
+    LinearSpec,
+    Product,
+    StepByStep,
+    Table,
+    TensorSource,
+    WeightKind,
+    read_vector,
+    total_bytes,
+)
 
 
 class Weights(Protocol):
@@ -37,6 +46,11 @@ class Weights(Protocol):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything held."""
+        ...
+
+    def read_bytes(self) -> int:
+        """What a step of a single token reads: all but an embedding that is not the output's matrix, and second forms
+        of matrices that only steps of many tokens use."""
         ...
 
 
@@ -63,6 +77,9 @@ class Wanted:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
+
+    def read_bytes(self) -> int:
+        return 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor asked for."""
@@ -99,7 +116,7 @@ class Loaded:
     """The second pass: everything that `wanted` lists, read from `source` and packed by `kind`."""
 
     def __init__(self, wanted: Wanted, source: TensorSource, kind: WeightKind) -> None:
-        self.activations = kind.activations
+        self.activations, self._wanted = kind.activations, wanted
         self._ready: dict[Any, Any] = {}
         linears = sorted(wanted.linears, key=lambda spec: -spec.rows * spec.columns)
         # Tables are the largest; read beside others, what is held only while packing would add up.
@@ -127,6 +144,11 @@ class Loaded:
         for ready in self._ready.values():
             found.extend((ready,) if isinstance(ready, Tensor) else ready.tensors())
         return tuple(found)
+
+    def read_bytes(self) -> int:
+        products = [self._ready[spec] for spec in self._wanted.linears]
+        products += [self._ready[name].product() for name, (_, _, tied) in self._wanted.tables.items() if tied]
+        return sum(p.read_bytes for p in products) + total_bytes([self._ready[name] for name in self._wanted.norms])
 
 
 def _run(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:

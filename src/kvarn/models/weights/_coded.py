@@ -12,7 +12,7 @@ from kvarn.kernels import code_matrix
 from kvarn.kernels.api import Backend, CodeMatrix, Codes
 from kvarn.models.weights._bounds import of_codes
 from kvarn.models.weights._codes import stack
-from kvarn.models.weights.base import LinearSpec, Product, RawBlocks, Table, TensorSource
+from kvarn.models.weights.base import LinearSpec, Product, RawBlocks, Table, TensorSource, total_bytes
 
 MANY_ROWS = 64  # from here on a scale a row pays: measured 1.3 times as fast as Q4_1, at 16 rows 1.1
 
@@ -43,6 +43,10 @@ class CodeProduct:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._matrix.tensors()
+
+    @property
+    def read_bytes(self) -> int:
+        return total_bytes(self.tensors())
 
 
 class CodeTable:
@@ -87,6 +91,10 @@ class ByRows:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self._few.tensors(), *self._many.tensors())
+
+    @property
+    def read_bytes(self) -> int:
+        return self._few.read_bytes
 
     def _for(self, x: Tensor) -> Product:
         return self._many if x.shape[0] >= MANY_ROWS else self._few

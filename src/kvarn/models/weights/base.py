@@ -78,6 +78,11 @@ class Product(Protocol):
         """What it holds; their bytes are its memory."""
         ...
 
+    @property
+    def read_bytes(self) -> int:
+        """What the product of a single row reads of them."""
+        ...
+
 
 class StepByStep:
     """The steps around a product, one call each."""
@@ -93,6 +98,10 @@ class StepByStep:
     def gated(self: Product, x: Tensor, activation: str, residual: Tensor | None, kernels: Backend) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return self.added(kernels.gated(gate, up, activation), residual)
+
+    @property
+    def read_bytes(self: Product) -> int:
+        return total_bytes(self.tensors())
 
 
 class Table(Protocol):
