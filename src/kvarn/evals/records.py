@@ -63,6 +63,10 @@ class Results:
         """The task's rows; empty where it has not been measured under these conditions."""
         return self._rows.get(fingerprint, [])
 
+    def all(self) -> list[Row]:
+        """The rows of all complete tasks, in the order of the file."""
+        return [row for rows in self._rows.values() for row in rows]
+
     def add(self, rows: Iterable[Row]) -> None:
         """Keep one task's rows, in one write. Raises KvarnError where the file cannot be written."""
         new = list(rows)

@@ -92,6 +92,7 @@ class Evaluation:
             "task": name,
             **engine,
             **read,
+            **({"task_version": task.version} if task.version > 1 else {}),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -72,6 +72,16 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special=False)
 
 
+def answered(tokenizer: Tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """Ids of both. Tokens of white space alone that begin the answer belong to the question: whether a model puts a
+    space or a line break there says nothing about what it remembers."""
+    asked, told = plain(tokenizer, question), plain(tokenizer, answer)
+    blank = 0
+    while blank < len(told) - 1 and not tokenizer.decode([told[blank]]).strip():
+        blank += 1
+    return [*asked, *told[:blank]], told[blank:]
+
+
 def haystack(
     tokenizer: Tokenizer, text: str, needles: Sequence[tuple[float, str]], size_tokens: int, rng: random.Random
 ) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvarn.evals.tasks._questions import Question, ask, plain
+from kvarn.evals.tasks._questions import Question, answered, ask
 from kvarn.evals.tasks.base import Bench, Settings, Task, Value
 from kvarn.text import Tokenizer
 
@@ -21,6 +21,7 @@ class Arithmetic(Task):
 
     shown: ClassVar[tuple[str, ...]] = ("seen_logprob", "seen_exact", "unseen_logprob")
     reads: ClassVar[tuple[str, ...]] = ("cases", "seed")
+    version: ClassVar[int] = 2
 
     def context_tokens(self, settings: Settings, trained_tokens: int) -> int:
         return 16 * (SHOTS + 1)  # a digit a token at most: '\n98 + 99 = 197' has 13
@@ -39,7 +40,7 @@ def questions(tokenizer: Tokenizer, settings: Settings) -> Iterator[Question]:
         pairs = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], SHOTS + 1)
         *shown, (a, b) = pairs
         shots = "".join(f"{x} + {y} = {x + y}\n" for x, y in shown)
-        yield Question(tokenizer.encode(shots), plain(tokenizer, f"{a} + {b} ="), plain(tokenizer, f" {a + b}"), {})
+        yield Question(tokenizer.encode(shots), *answered(tokenizer, f"{a} + {b} =", f" {a + b}"))
 
 
 TASK = Arithmetic()

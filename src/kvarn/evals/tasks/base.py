@@ -60,10 +60,12 @@ class Bench:
 @dataclass(frozen=True)
 class Task:
     """Base of all tasks. shown: the metrics that a table shows, the most telling one first. reads: the settings that
-    change what it measures (they are part of a result's fingerprint)."""
+    change what it measures (they are part of a result's fingerprint). version: raised when it measures something else,
+    so that older results of it alone are not kept."""
 
     shown: ClassVar[tuple[str, ...]]
     reads: ClassVar[tuple[str, ...]] = ("text", "seed")
+    version: ClassVar[int] = 1
 
     def context_tokens(self, settings: Settings, trained_tokens: int) -> int:
         """The longest sequence that it feeds, its generated token included."""

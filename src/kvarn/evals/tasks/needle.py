@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvarn.evals.tasks._questions import Question, ask, haystack, plain
+from kvarn.evals.tasks._questions import Question, answered, ask, haystack
 from kvarn.evals.tasks.base import Bench, Settings, Task, Value
 from kvarn.text import Tokenizer
 
@@ -21,6 +21,7 @@ class Needle(Task):
 
     shown: ClassVar[tuple[str, ...]] = ("seen_logprob", "seen_exact", "unseen_logprob", "unseen_exact")
     reads: ClassVar[tuple[str, ...]] = ("text", "lengths", "depths", "seed")
+    version: ClassVar[int] = 2
 
     def context_tokens(self, settings: Settings, trained_tokens: int) -> int:
         return max(settings.lengths) + 1
@@ -39,7 +40,7 @@ def questions(tokenizer: Tokenizer, settings: Settings) -> Iterator[Question]:
             rng = random.Random(f"{settings.seed} {length} {depth}")
             key = rng.randrange(10_000, 100_000)
             needle = f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
-            question, answer = plain(tokenizer, QUESTION), plain(tokenizer, f" {key}")
+            question, answer = answered(tokenizer, QUESTION, f" {key}")
             size = length - len(question) - len(answer)
             context = haystack(tokenizer, settings.text, [(depth, needle)], size, rng)
             yield Question(context, question, answer, {"length": length, "depth": depth})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvarn.evals.tasks._questions import Question, ask, haystack, plain
+from kvarn.evals.tasks._questions import Question, answered, ask, haystack, plain
 from kvarn.evals.tasks.base import Bench, Settings, Task, Value
 from kvarn.text import Tokenizer
 
@@ -27,6 +27,7 @@ class Recall(Task):
 
     shown: ClassVar[tuple[str, ...]] = ("kv_seen_logprob", "kv_unseen_logprob", "vt_seen_logprob", "vt_unseen_logprob")
     reads: ClassVar[tuple[str, ...]] = ("text", "lengths", "cases", "seed")
+    version: ClassVar[int] = 2
 
     def context_tokens(self, settings: Settings, trained_tokens: int) -> int:
         return max(settings.lengths) + 1
@@ -61,7 +62,7 @@ def key_value(tokenizer: Tokenizer, settings: Settings, length: int, rng: random
     fit = length // (2 * max(len(plain(tokenizer, line)) for line in lines))
     lines = lines[: max(1, fit)]
     asked = rng.choice(keys[: len(lines)])
-    question, answer = plain(tokenizer, ASKED.format(key=asked)), plain(tokenizer, f" {numbers[asked]}")
+    question, answer = answered(tokenizer, ASKED.format(key=asked), f" {numbers[asked]}")
     needles = [((i + 0.5) / len(lines), line) for i, line in enumerate(lines)]
     size = length - len(question) - len(answer)
     return Question(haystack(tokenizer, settings.text, needles, size, rng), question, answer)
@@ -74,8 +75,8 @@ def tracking(tokenizer: Tokenizer, settings: Settings, length: int, rng: random.
     lines = [f"\nVAR {names[0]} = {value}.\n"]
     lines += [f"\nVAR {b} = VAR {a}.\n" for a, b in itertools.pairwise(names)]
     places = sorted(rng.uniform(0.0, 0.95) for _ in lines)
-    question = plain(tokenizer, f"\nQuestion: What is the value of VAR {names[-1]}?\nAnswer: VAR {names[-1]} =")
-    answer = plain(tokenizer, f" {value}")
+    asked = f"\nQuestion: What is the value of VAR {names[-1]}?\nAnswer: VAR {names[-1]} ="
+    question, answer = answered(tokenizer, asked, f" {value}")
     size = length - len(question) - len(answer)
     context = haystack(tokenizer, settings.text, list(zip(places, lines, strict=True)), size, rng)
     return Question(context, question, answer)

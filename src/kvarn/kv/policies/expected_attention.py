@@ -62,7 +62,8 @@ class ExpectedAttention(ScoredPolicy):
         )[0, 0]
         mean, spread = mean @ rotation, rotation.T @ spread @ rotation
         linear = torch.einsum("rgd,rsd->rgs", mean, keys) / dim**0.5
-        return linear + torch.einsum("rsi,rgij,rsj->rgs", keys, spread, keys) / (2 * dim)
+        squares = [torch.linalg.vecdot(keys @ of_head, keys) for of_head in spread.unbind(1)]  # [R, S] each
+        return linear + torch.stack(squares, 1) / (2 * dim)
 
 
 def turned(x: Tensor, rope: Rope) -> Tensor:
