@@ -14,6 +14,8 @@ from kvarn.evals.summary import ChoiceSummary, Key, shown_columns, summaries
 
 MARKERS = "osD^vP*X<>hp"
 FORMS = ("seen", "unseen")
+LEAST_SPAN = 0.05  # of the value shown: differences below it should look small
+MOST_CELLS = 60  # of a map: more of them would be too small for a number
 
 
 def _matplotlib() -> tuple[ModuleType, ModuleType]:
@@ -26,13 +28,15 @@ def _matplotlib() -> tuple[ModuleType, ModuleType]:
     return figure, ticker
 
 
-def pictures(rows: Sequence[Row], best: str | None) -> dict[str, Any]:
-    """Figures by name: memory, speed, and needle where it ran. best: the recommended choice, which is marked."""
+def pictures(rows: Sequence[Row], best: str | None, most_rise: float | None = None) -> dict[str, Any]:
+    """Figures by name: memory, speed, and needle where it ran. best: the recommended choice, which is marked.
+    most_rise: of perplexity, as a share, where a line is drawn."""
     found, quality = summaries(rows), quality_of(rows)
-    drawn = {
-        "memory": _scatter(found, quality, best, "bytes_per_token", "KV cache held (bytes a token of text)"),
-        "speed": _scatter(found, quality, best, "decode_tokens_per_s", "decode speed (tokens/s)"),
+    axes = {
+        "memory": ("bytes_per_token", "KV cache held (bytes a token of text); left is better"),
+        "speed": ("decode_tokens_per_s", "decode speed (tokens/s); right is better"),
     }
+    drawn = {name: _scatter(found, quality, best, most_rise, *axis) for name, axis in axes.items()}
     if cells := [r for r in rows if r.task == "needle" and r.detail and r.metric.endswith("_logprob")]:
         drawn["needle"] = _heat_maps(cells)
     return drawn
@@ -52,9 +56,16 @@ def as_svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _scatter(found: Sequence[ChoiceSummary], quality: Key | None, best: str | None, field: str, label: str) -> Any:
+def _scatter(
+    found: Sequence[ChoiceSummary],
+    quality: Key | None,
+    best: str | None,
+    most_rise: float | None,
+    field: str,
+    label: str,
+) -> Any:
     figure, ticker = _matplotlib()
-    fig = figure.Figure(figsize=(8.5, 4.5), layout="constrained")
+    fig = figure.Figure(figsize=(9, 4.8), layout="constrained")
     axes = fig.subplots()
     key, ring = quality or ("", ""), None
     for index, choice in enumerate(found):
@@ -66,17 +77,33 @@ def _scatter(found: Sequence[ChoiceSummary], quality: Key | None, best: str | No
             ring = (x, y)
     if ring is not None:
         axes.plot(*ring, "o", markersize=16, fillstyle="none", color="black", label="recommended")
-    task, metric = key
-    axes.set(xlabel=label, ylabel=f"{task}: {metric.replace('_', ' ')}")
     values = [choice.values[key] for choice in found if key in choice.values]
-    if values and metric.startswith("perplexity") and max(values) > 3 * min(values):
-        axes.set_yscale("log")
-        axes.set_ylabel(f"{task}: {metric.replace('_', ' ')} (log)")
-    axes.set_xlim(left=0)
+    if values:
+        _quality_axis(axes, key, values, most_rise)
+    axes.set(xlabel=label, xlim=(0, None))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.3)
     fig.legend(loc="outside right upper", fontsize="small")
     return fig
+
+
+def _quality_axis(axes: Any, key: Key, values: Sequence[float], most_rise: float | None) -> None:
+    """Label, scale and span of the axis that shows quality; the first value is the full cache's."""
+    task, metric = key
+    label = f"{task}: {metric.replace('_', ' ')}"
+    if not metric.startswith("perplexity"):
+        axes.set_ylabel(label)
+        return
+    if most_rise is not None:
+        axes.axhline(values[0] * (1 + most_rise), linestyle="--", linewidth=1, color="gray", label=f"+{most_rise:.1%}")
+    low, high = min(values), max(values)
+    if high > 3 * low:
+        axes.set_yscale("log")
+        axes.set_ylabel(f"{label} (log); lower is better")
+        return
+    axes.set_ylabel(f"{label}; lower is better")
+    around = max(1.1 * (high - low), LEAST_SPAN * low) / 2
+    axes.set_ylim((low + high) / 2 - around, (low + high) / 2 + around)
 
 
 def _heat_maps(cells: Sequence[Row]) -> Any:
@@ -99,6 +126,8 @@ def _heat_maps(cells: Sequence[Row]) -> Any:
             axes = grid[down][across]
             table = [[values.get((d, n), float("nan")) for n in lengths] for d in depths]
             image = axes.imshow(table, vmin=low, vmax=0, aspect="auto", cmap="viridis")
+            if len(lengths) * len(depths) <= MOST_CELLS:
+                _write_numbers(axes, table, low)
             axes.set_title(f"{cache}, question {form}", fontsize="small")
             axes.set_xticks(range(len(lengths)), [f"{n:.0f}" for n in lengths], fontsize="small")
             axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize="small")
@@ -106,3 +135,11 @@ def _heat_maps(cells: Sequence[Row]) -> Any:
     fig.supylabel("depth of the key", fontsize="small")
     fig.colorbar(image, ax=grid, label="log-probability a token (0: certain)")
     return fig
+
+
+def _write_numbers(axes: Any, table: Sequence[Sequence[float]], low: float) -> None:
+    """Each cell's value, dark on light and light on dark."""
+    for down, line in enumerate(table):
+        for across, value in enumerate(line):
+            color = "black" if value > low / 2 else "white"
+            axes.text(across, down, f"{value:.1f}", ha="center", va="center", fontsize="x-small", color=color)

@@ -26,7 +26,7 @@ def save_report(rows: Sequence[Row], most_rise: float, out: Path) -> list[Path]:
     most_rise: of perplexity, as a share, for the recommended choice. Returns the files. Raises KvarnError: no
     matplotlib, or a file that cannot be written."""
     best = recommend(summaries(rows), most_rise)
-    drawn = pictures(rows, best.cache if best else None)
+    drawn = pictures(rows, best.cache if best else None, most_rise)
     try:
         out.mkdir(parents=True, exist_ok=True)
         written: list[Path] = []
