@@ -275,6 +275,35 @@ def test_too_many_requests() -> None:
         assert small.idle()
 
 
+def test_too_many_connections_get_a_readable_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvarn.server.run.EXTRA_CONNECTIONS", 2)
+    with running_server({"max_requests": 2}, max_seqs=2) as small, client(small) as http:
+        host, port = small.url.removeprefix("http://").split(":")
+        assert http.get("/health").status_code == 200
+        idle = [socket.create_connection((host, int(port))) for _ in range(4)]
+        time.sleep(0.1)
+        response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        error = clear_refusal(response, (503,))
+        assert error["code"] == "too_many_connections" and "5 connections are open" in error["message"]
+        assert int(response.headers["retry-after"]) >= 1
+        for connection in idle:
+            connection.close()
+        time.sleep(0.1)
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_tools_are_refused_in_words(http: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    error = clear_refusal(http.post("/v1/chat/completions", json=body))
+    assert (error["message"], error["param"], error["code"]) == (
+        "tools: not supported here; send null",
+        "tools",
+        "unsupported",
+    )
+    assert http.post("/v1/chat/completions", json={**body, "tools": [], "max_tokens": 1}).status_code == 200
+
+
 def test_queue_limit_counts_answers() -> None:
     with running_server({"max_queue": 2}, max_seqs=2) as small, client(small) as http:
         assert http.post("/v1/completions", json={"prompt": "x", "n": 4, "max_tokens": 2}).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,8 @@ from kvarn.models.config import text_config
 from kvarn.models.loading import load_model
 from kvarn.models.loading.load import load_kind, read_config
 from kvarn.text import Tokenizer, load_tokenizer
+
+log = logging.getLogger("kvarn.engine")
 
 # A decode row costs about what two prefill rows cost, so a step that carries these beside its decodes takes at most
 # about three times as long as one that only decodes.
@@ -76,6 +79,7 @@ def assemble(
     options = settled(options)
     plan = _plan(model.layers, model.max_context_tokens, model.activations, options)
     _check_choices(options, plan)
+    _warn_of_context(plan.context_tokens, model.max_context_tokens)
     scheduler_config = SchedulerConfig(
         max_seqs=plan.max_seqs,
         step_tokens=plan.step_tokens,
@@ -92,6 +96,16 @@ def assemble(
     verifier = _verifier(model, tokenizer, backend, options, plan)
     engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache), policy=policy, verifier=verifier)
     return Parts(model, tokenizer, plan, engine)
+
+
+def _warn_of_context(context_tokens: int, own_tokens: int | None) -> None:
+    """A longer context than the model was made for is allowed, and worth a line."""
+    if own_tokens is not None and context_tokens > own_tokens:
+        log.warning(
+            "a context of %d tokens is longer than the %d that the model was made for: answers may get worse there",
+            context_tokens,
+            own_tokens,
+        )
 
 
 def _verifier(

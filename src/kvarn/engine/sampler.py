@@ -36,7 +36,7 @@ class Sampled:
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """logits [R, V] float32, not kept. One token a row; log-probabilities are of the model's own distribution."""
-    plain = torch.argmax(logits, dim=-1).tolist()
+    plain = logits.numpy().argmax(axis=-1).tolist() if len(rows) else []  # several times as fast as torch's
     result = []
     for index, row in enumerate(rows):
         token = plain[index] if _is_plain_greedy(row) else _choose(logits[index], row)

@@ -40,7 +40,7 @@ class Scheduler(Sequences):
         step = StepDraft(now_s, self.config.step_tokens)
         self._expire(step)
         for seq in self._running.copy():
-            if seq.phase is Phase.RUNNING and seq.pending_tokens == 1 and step.left_tokens:
+            if seq.phase is Phase.RUNNING and len(seq.tokens) - seq.computed_tokens == 1 and step.left_tokens:
                 self._give(seq, 1, step)
         if step.rows and self.config.beside_decodes_tokens is not None:
             beside = self.config.beside_decodes_tokens + self.config.prefill_per_decode * len(step.rows)

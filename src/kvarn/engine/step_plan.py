@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.engine.reasons import Admitted, Ended, Preempted, Stalled, WaitReason
@@ -38,8 +39,7 @@ class SchedulerConfig:
                 raise IncompatiblePlan(f"{name} is {value}; it must not be negative")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Compute tokens [start, start + n_tokens) of a sequence. samples: its last row gives the next token; for n > 1 a
     first token is drawn from it for each of `children` too (hand them to `Scheduler.fork`)."""
 

@@ -84,13 +84,13 @@ def settled(options: EngineOptions) -> EngineOptions:
 
 def parse_policy(text: str) -> KVPolicy:
     """'h2o:25%,sinks=4' -> the policy. Raises UnknownName, IncompatiblePlan."""
-    name, _, given = text.strip().partition(":")
+    name, colon, given = text.strip().partition(":")
     name = name.strip()
     if name not in policy_names():
         raise _unknown(name, is_policy=bool(given))
     known = _parameters(load_policy(name))
     values: dict[str, Any] = {}
-    for argument in filter(None, (a.strip() for a in given.split(","))):
+    for argument in _arguments(text, given) if colon else ():
         key, equals, value = argument.partition("=")
         key = key.strip() if equals else "budget"
         key = key if key in known else ALIASES.get(key, key)
@@ -100,6 +100,16 @@ def parse_policy(text: str) -> KVPolicy:
             raise IncompatiblePlan(f"{name}: {key} is given twice", fixes=("give it once",))
         values[key] = _value(name, key, known[key], value.strip() if equals else argument)
     return load_policy(name)(**values)
+
+
+def _arguments(text: str, given: str) -> list[str]:
+    """What stands between the commas. Raises IncompatiblePlan where that is nothing: the default was hardly meant."""
+    arguments = [a.strip() for a in given.split(",")]
+    if not all(arguments):
+        name = text.partition(":")[0].strip()
+        where = "after the colon" if len(arguments) == 1 else "between or behind its commas"
+        raise IncompatiblePlan(f"{text.strip()!r} says nothing {where}", fixes=(f"{name}:25%", name))
+    return arguments
 
 
 def policy_name(policy: KVPolicy) -> str:

@@ -262,6 +262,8 @@ class EngineThread:
         for ended in result.plan.ended:
             if entry := self._by_seq.get(ended.seq_id):
                 entry.ended = ended
+        for request_id, error in result.failures:
+            log.error("request %s failed", request_id, exc_info=error)
         for delta in result.deltas:
             if entry := self._open.get(delta.request_id):
                 self._out.add(entry.mailbox, delta)
@@ -270,8 +272,8 @@ class EngineThread:
             self._close(output)
 
     def _after_failure(self) -> None:
-        """The engine ended the requests of the step; where steps fail again and again, all the others end too."""
-        log.exception("a step failed; its requests end")
+        """Scheduling failed, which is nobody's fault alone; where it fails again and again, all requests end."""
+        log.exception("a step failed")
         self._failed_steps += 1
         if self._failed_steps >= FAILED_STEPS:
             for request_id in list(self._open):

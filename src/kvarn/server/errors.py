@@ -110,6 +110,8 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     also = f" (and {len(others)} more)" if others else ""
     what = str(first["msg"])[:SHOWN_CHARS]
     code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
+    if first["type"] == "too_long" and first.get("ctx", {}).get("max_length") == 0:
+        what, code = "not supported here; send null", "unsupported"
     return invalid(f"{where or 'the body'}: {what}{also}", param=where, code=code)
 
 

@@ -19,6 +19,7 @@ from kvarn.server.tenants import Tenant
 
 log = logging.getLogger("kvarn.server.request")
 OPEN_PATHS = ("/health", "/metrics", "/openapi.json", "/docs", "/dashboard", "/")
+OVERLOAD = "overload"  # key of the scope's state: how many connections are open, where that is too many
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|$)', re.DOTALL)
 _NOT_BRACKETS = re.compile(rb"[^\[\]{}]+")
 
@@ -71,6 +72,14 @@ class Gate:
             self._log(scope, note)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, note: Note) -> None:
+        if (open_now := scope["state"].get(OVERLOAD)) is not None:
+            raise ApiError(
+                503,
+                f"{open_now} connections are open, more than this server serves",
+                code="too_many_connections",
+                fixes=("close idle connections", "try again later"),
+                headers={"Retry-After": str(self._context.desk.retry_s()), "Connection": "close"},
+            )
         tenant = self._context.tenants.of(_header(scope, b"authorization") or None)
         if tenant is None and scope["path"] not in OPEN_PATHS:
             raise ApiError(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvarn.server.app import make_app
 from kvarn.server.context import ServerContext
+from kvarn.server.gate import OVERLOAD
 
 MAX_HEADER_BYTES = 64 * 1024
 EXTRA_CONNECTIONS = 256  # beside the open requests: idle ones, health, metrics
@@ -27,7 +29,7 @@ def make_server(context: ServerContext, on_ready: Callable[[str], None] = lambda
         make_app(context),
         host=settings.host,
         port=settings.port,
-        http=_protocol(settings.header_timeout_s),
+        http=_protocol(settings.header_timeout_s, settings.max_requests + EXTRA_CONNECTIONS),
         ws="none",
         loop="asyncio",
         log_config=None,
@@ -36,7 +38,6 @@ def make_server(context: ServerContext, on_ready: Callable[[str], None] = lambda
         timeout_keep_alive=max(1, round(settings.keep_alive_s)),
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        limit_concurrency=settings.max_requests + EXTRA_CONNECTIONS,
         backlog=2048,
     )
     return DrainingServer(config, context, on_ready)
@@ -61,11 +62,24 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _protocol(header_timeout_s: float) -> type[H11Protocol]:
-    """HTTP/1.1 that closes a connection on which a request's headers do not arrive whole in time."""
+def _protocol(header_timeout_s: float, most_connections: int) -> type[H11Protocol]:
+    """HTTP/1.1 that closes a connection on which a request's headers do not arrive whole in time, and that tells the
+    gate where more connections are open than may be (uvicorn's own answer to that is plain text)."""
 
     class Timed(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            app = self.app
+
+            async def counted(scope: Any, receive: Any, send: Any) -> None:
+                open_now = max(len(self.connections), len(self.tasks))
+                if open_now > most_connections:
+                    scope.setdefault("state", {})[OVERLOAD] = open_now
+                await app(scope, receive, send)
+
+            self.app = counted
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)

@@ -13,7 +13,7 @@ from kvarn.core.cache_params import CacheParams
 from kvarn.core.errors import DoesNotFit, IncompatiblePlan, InvalidRequest, KvarnError, ModelError, UnknownName
 from support.dense import dense_greedy
 from support.engines import held_blocks
-from support.models import ASSISTANT, USER, tiny_model, write_model_directory
+from support.models import ASSISTANT, CONFIGS, USER, tiny_model, write_model_directory
 
 SMALL = EngineOptions(weights="float32", block_size=4, context_tokens=128, max_seqs=8, poison=True)
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -271,3 +271,14 @@ def test_a_cache_that_cannot_be_had(
         with pytest.raises(error, match=said):
             call("hi", GREEDY, cache=choice)
     assert not llm.engine.has_work and held_blocks(llm.engine) == 0
+
+
+def test_a_context_beyond_the_models_own_is_one_warning(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = CONFIGS["llama"]["max_position_embeddings"]
+    LLM(directory, SMALL, context_tokens=own)
+    assert not caplog.records
+    LLM(directory, SMALL, context_tokens=own + 1)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"a context of {own + 1} tokens is longer than the {own} that the model was made for: "
+        "answers may get worse there"
+    ]

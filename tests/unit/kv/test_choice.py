@@ -89,6 +89,12 @@ def test_budgets(text: str, budget: Budget) -> None:
     assert parse_budget(text) == budget
 
 
+@pytest.mark.parametrize("text", ["h2o:", "h2o: ", "h2o:25%,", "h2o:,sinks=4", "window:+int8"])
+def test_an_empty_argument_is_refused(text: str) -> None:
+    with pytest.raises(IncompatiblePlan, match=r"says nothing .* \(try: (h2o|window):25%"):
+        parse_choice(text)
+
+
 def test_a_budget_above_the_context_is_refused() -> None:
     check_context(parse_choice("h2o:128"), 128)
     with pytest.raises(IncompatiblePlan, match="129 tokens is above the context of 128"):
