@@ -37,6 +37,9 @@ class DenseKV:
     def layer(self, index: int) -> DenseLayer:
         return DenseLayer()
 
+    def plain(self) -> None:
+        return None
+
 
 def dense_logits(model: CausalLM, ids: Sequence[int]) -> Tensor:
     """Logits [T, V] float32 after each of the tokens."""

@@ -72,6 +72,9 @@ class Step:
         owner = self.cache.owners[index]
         return LayerView(self, self.cache.pools[owner], owner == index)
 
+    def plain(self) -> None:
+        return None
+
 
 @dataclass
 class LayerView:

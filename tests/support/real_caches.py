@@ -15,7 +15,7 @@ from kvarn.core.options import EngineOptions
 from kvarn.core.requests import SamplingParams
 from kvarn.engine.build import assemble
 from kvarn.kernels import load_backend
-from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepKernel, StepRows, TableView
+from kvarn.kernels.api import AttendParams, Backend, LayerProgram, PoolView, Rope, StepKernel, StepRows, TableView
 from kvarn.models.loading import load_model
 from kvarn.text import load_tokenizer
 from support.fetched import fetched
@@ -77,6 +77,10 @@ class _Listening:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    def decoder(self, layers: Sequence[LayerProgram]) -> None:
+        """None: layers must ask one by one to be heard."""
+        return
 
     def begin_step(
         self, rows: StepRows, table: TableView, pools: Sequence[PoolView], slots: Tensor | None = None

@@ -140,6 +140,33 @@ class CodeMatrix(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LayerProgram:
+    """A decoder layer as data, for backends that run whole layers: x += [after_attention norm of] out(attention(q, k,
+    v)), q, k, v = qkv(norm(x)); then x += [after_mlp norm of] down(activation(gate) * up), gate, up = gate_up(norm(x)).
+
+    qkv [query heads + 2 * kv heads] * head dim rows; kv_heads 0: the layer reads another one's cache. q_norm, k_norm
+    [head dim]: RMS norms of each head with head_eps before the rotation. Norm weights are float32, None for no norm.
+    """
+
+    qkv: CodeMatrix
+    out: CodeMatrix
+    gate_up: CodeMatrix
+    down: CodeMatrix
+    before_attention: Tensor
+    before_mlp: Tensor
+    after_attention: Tensor | None
+    after_mlp: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    head_eps: float
+    query_heads: int
+    kv_heads: int
+    activation: str
+    params: AttendParams
+
+
 class StepKernel(Protocol):
     """One step over one cache group, its operands prepared once so that each layer's call is short."""
 
@@ -167,6 +194,15 @@ class StepKernel(Protocol):
         ...
 
 
+class Decoder(Protocol):
+    """All layers of a model, run over one step in one call: the same bits as layer by layer."""
+
+    def run(self, x: Tensor, kernels: Sequence[tuple[StepKernel, int]], ropes: Sequence[Rope]) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. kernels: each layer's step and its index within that step's cache group; ropes:
+        each layer's rotation."""
+        ...
+
+
 class Backend(Protocol):
     """One implementation of the operations. All are pure but for the tensors that their names say they write."""
 
@@ -177,6 +213,10 @@ class Backend(Protocol):
     ) -> StepKernel:
         """Prepare one group's step. pools[0] is the open pool; slots as in `write`, None where nothing is written.
         The tensors are read again at every call and must live as long as the result."""
+        ...
+
+    def decoder(self, layers: Sequence[LayerProgram]) -> Decoder | None:
+        """Prepare all layers of a model; None where this backend runs them operation by operation."""
         ...
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:

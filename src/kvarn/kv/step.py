@@ -118,6 +118,13 @@ class CacheStep:
         assert place is not None, f"layer {index} has no cache"
         return PagedLayerKV(self.backend, self.groups[place.group], place)
 
+    def plain(self) -> tuple[tuple[StepKernel, int], ...] | None:
+        """See `kvarn.kv.view.StepKV`."""
+        if any(g.signals is not None or g.seals is not None for g in self.groups):
+            return None
+        found = tuple((self.groups[p.group].kernel, p.index) for p in self.places if p is not None)
+        return found if len(found) == len(self.places) else None
+
 
 def step_rows(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(counts [S], query_start [S + 1], positions [T]) of the ragged step, all int64."""

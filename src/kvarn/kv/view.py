@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from kvarn.kernels.api import AttendParams, Backend, Rope
+from kvarn.kernels.api import AttendParams, Backend, Rope, StepKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +41,9 @@ class StepKV(Protocol):
 
     def layer(self, index: int) -> LayerKV:
         """The cache of model layer `index`."""
+        ...
+
+    def plain(self) -> Sequence[tuple[StepKernel, int]] | None:
+        """Each layer's kernel and its index within that kernel's cache group, where layers only append and attend;
+        None where something comes between, such as sealing, or signals that a policy reads."""
         ...

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from kvarn.core.specs import LayerKind, LayerSpec
-from kvarn.kernels.api import AttendParams, Backend, Rope
+from kvarn.kernels.api import AttendParams, Backend, CodeMatrix, Rope
 from kvarn.kv.view import LayerKV
 from kvarn.models.weights.base import Product
+
+
+class AttentionProgram(NamedTuple):
+    """The attention half of a `kvarn.kernels.api.LayerProgram`."""
+
+    qkv: CodeMatrix
+    out: CodeMatrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    head_eps: float
+    query_heads: int
+    kv_heads: int
+    params: AttendParams
 
 
 class Attention:
@@ -48,3 +63,11 @@ class Attention:
         own = (k, v) if self._split[1] else (None, None)
         mixed = kv.append_and_attend(q, *own, rope, self._params)
         return self._out.added(mixed.view(x.shape[0], -1), residual)
+
+    def program(self, rows: int) -> AttentionProgram | None:
+        """What it computes for so many rows, as data; None where its products are not codes."""
+        qkv, out = self._qkv.codes(rows), self._out.codes(rows)
+        if qkv is None or out is None:
+            return None
+        queries, keys, _ = self._split
+        return AttentionProgram(qkv, out, self._q_norm, self._k_norm, self._eps, queries, keys, self._params)

@@ -12,7 +12,7 @@ from kvarn.core.errors import UnknownArchitecture
 from kvarn.core.geometry import geometry_of
 from kvarn.core.registry import names_in
 from kvarn.core.specs import LayerKind, LayerSpec, share_layers
-from kvarn.kernels.api import AttendParams, Rope
+from kvarn.kernels.api import AttendParams, Backend, Decoder, Rope
 from kvarn.kv.view import StepInputs, StepKV
 from kvarn.models.attention import Attention
 from kvarn.models.build import Weights
@@ -20,7 +20,7 @@ from kvarn.models.config import Config, activation, integer, number
 from kvarn.models.layers import DecoderLayer, PreNormLayer
 from kvarn.models.mlp import GatedMLP
 from kvarn.models.rope import RotaryEmbedding, rotary_embedding
-from kvarn.models.weights.base import Product, total_bytes
+from kvarn.models.weights.base import MANY_ROWS, Product, total_bytes
 
 ARCHITECTURES = "kvarn.models.architectures"
 _ALIASES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
@@ -63,6 +63,7 @@ class CausalLM:
         self._output = self._embedding.product() if self.tied else self.product("lm_head", self.vocab_size)
         self._soft_cap = self.logit_soft_cap()
         self._rope_kinds = self.rope_kinds()
+        self._prepared: dict[tuple[Backend, bool], Decoder | None] = {}
 
     # What a step does.
 
@@ -73,9 +74,21 @@ class CausalLM:
         if self._embedding_scale is not None:
             x = x * self._embedding_scale
         ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
-        for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
-            x = layer(x, kernels, kv.layer(index), ropes[kind])
+        whole, plain = self._whole(kernels, len(x)), kv.plain()
+        if whole is not None and plain is not None:
+            x = whole.run(x, plain, [ropes[kind] for kind in self._rope_kinds])
+        else:
+            for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
+                x = layer(x, kernels, kv.layer(index), ropes[kind])
         return kernels.rms_norm(x, self._norm, self.eps)
+
+    def _whole(self, kernels: Backend, rows: int) -> Decoder | None:
+        """All layers as one call of this backend, prepared once; None where it or a layer cannot do that."""
+        key = kernels, rows >= MANY_ROWS
+        if key not in self._prepared:
+            said = [p for layer in self._decoder if (p := layer.program(rows)) is not None]
+            self._prepared[key] = kernels.decoder(said) if len(said) == len(self._decoder) else None
+        return self._prepared[key]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden], rows of `forward`'s result -> float32 [R, vocab]."""

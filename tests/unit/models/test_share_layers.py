@@ -41,6 +41,9 @@ class Shared:
         self.index = index
         return self
 
+    def plain(self) -> None:
+        return None
+
     def append_and_attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, rope: Rope | None, params: AttendParams
     ) -> Tensor:

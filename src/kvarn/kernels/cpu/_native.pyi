@@ -22,6 +22,7 @@ class Step:
     def __init__(
         self, isa: str, pools: Sequence[Pool], kv_heads: int, k_dim: int, v_dim: int, n_threads: int, /
     ) -> None: ...
+    def address(self) -> int: ...
     def set_table(
         self,
         pool: int,
@@ -176,3 +177,37 @@ def use_team(gomp_parallel: int, /) -> None: ...
 def uses_shared_team() -> bool: ...
 def read_bandwidth(isa: str, data: int, n_bytes: int, n_threads: int, repeats: int, /) -> float: ...
 def float_rate(isa: str, n_threads: int, repeats: int, /) -> float: ...
+
+class Decoder:
+    def __init__(self, isa: str, /) -> None: ...
+    def add(
+        self,
+        qkv: Matrix,
+        out: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        norms: Sequence[int],
+        eps: float,
+        head_eps: float,
+        query_heads: int,
+        kv_heads: int,
+        activation: int,
+        scale: float,
+        window: int,
+        chunk: int,
+        soft_cap: float,
+        sinks: int,
+        /,
+    ) -> None: ...
+    def run(
+        self,
+        x: int,
+        out: int,
+        rows: int,
+        dtype: int,
+        steps: Sequence[int],
+        places: Sequence[int],
+        ropes: Sequence[tuple[int, int, int]],
+        n_threads: int,
+        /,
+    ) -> None: ...

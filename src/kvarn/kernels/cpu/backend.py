@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvarn.core.errors import IncompatiblePlan, UnknownName
-from kvarn.kernels.api import Attended, AttendParams, PoolView, Rope, StepRows, TableView
+from kvarn.kernels.api import Attended, AttendParams, LayerProgram, PoolView, Rope, StepRows, TableView
 from kvarn.kernels.cpu import _native
 from kvarn.kernels.cpu.codes import ACTIVATIONS
+from kvarn.kernels.cpu.decoder import CpuDecoder, runs_whole
 from kvarn.kernels.cpu.step import CpuStep, dims_of, dtype_of, native_pool
 from kvarn.kernels.cpu.team import shared_team
 
@@ -59,6 +60,9 @@ class CpuBackend:
         self, rows: StepRows, table: TableView, pools: Sequence[PoolView], slots: Tensor | None = None
     ) -> CpuStep:
         return CpuStep(self.isa, self.threads, rows, table, pools, dims_of(pools[0]), slots)
+
+    def decoder(self, layers: Sequence[LayerProgram]) -> CpuDecoder | None:
+        return CpuDecoder(self.isa, layers) if layers and runs_whole(layers) else None
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         rows = StepRows(_NO_ROWS.query_start, x.new_zeros(x.shape[0], dtype=torch.int32), 0)

@@ -77,6 +77,11 @@ class Matrix:
             0 if shift is None else shift.data_ptr(),
         )
 
+    @property
+    def native(self) -> _native.Matrix:
+        """Its description on the C++ side."""
+        return self._native
+
     def product(self, x: Tensor, dtype: torch.dtype | None = None, residual: Tensor | None = None) -> Tensor:
         return self._run(x, _AS_IS, 0, 0.0, 0, dtype or x.dtype, residual)
 

@@ -111,6 +111,11 @@ class CpuStep:
             token, layer, head = (slots.stride(i) if slots.shape[i] > 1 else 0 for i in range(3))
             step.set_slots(slots.data_ptr(), token, layer, head, open_pool)
 
+    @property
+    def address(self) -> int:
+        """Where its operands stand on the C++ side."""
+        return self._native.address()
+
     def append_and_attend(
         self,
         q: Tensor,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvarn.core.errors import IncompatiblePlan
-from kvarn.kernels.api import Attended, AttendParams, PoolView, Rope, StepRows, TableView
+from kvarn.kernels.api import Attended, AttendParams, LayerProgram, PoolView, Rope, StepRows, TableView
 from kvarn.kernels.reference.attend import attend, value_dim
 from kvarn.kernels.reference.codecs import decode, encode
 from kvarn.kernels.reference.mass import add_mass
@@ -75,6 +75,9 @@ class ReferenceBackend:
         self, rows: StepRows, table: TableView, pools: Sequence[PoolView], slots: Tensor | None = None
     ) -> ReferenceStep:
         return ReferenceStep(self, rows, table, pools, slots)
+
+    def decoder(self, layers: Sequence[LayerProgram]) -> None:
+        return None
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         half = rope.cos.shape[-1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvarn.core.errors import ConfigError
 from kvarn.core.specs import LayerKind, LayerSpec
-from kvarn.kernels.api import AttendParams, Backend, Rope
+from kvarn.kernels.api import AttendParams, Backend, LayerProgram, Rope
 from kvarn.kv.view import LayerKV, StepInputs, StepKV
 from kvarn.models.architectures.gemma3_text import Gemma3
 from kvarn.models.build import Weights
@@ -70,6 +70,10 @@ class Gemma4Layer:
             gated = kernels.gated(self.gate(x), own_input.contiguous(), self.activation)
             x = x + kernels.rms_norm(self.out(gated), self.norm, self.eps)
         return x * self.factor
+
+    def program(self, rows: int) -> LayerProgram | None:
+        """None: its own input comes between the layers."""
+        return None
 
 
 class Gemma4(Gemma3):

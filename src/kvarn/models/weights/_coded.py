@@ -12,9 +12,7 @@ from kvarn.kernels import code_matrix
 from kvarn.kernels.api import Backend, CodeMatrix, Codes
 from kvarn.models.weights._bounds import of_codes
 from kvarn.models.weights._codes import stack
-from kvarn.models.weights.base import LinearSpec, Product, RawBlocks, Table, TensorSource, total_bytes
-
-MANY_ROWS = 64  # from here on a scale a row pays: measured 1.3 times as fast as Q4_1, at 16 rows 1.1
+from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks, Table, TensorSource, total_bytes
 
 # How one tensor is held: its raw blocks where the file is quantized, and a way to read its numbers [N, K] float32.
 Choice = Callable[[RawBlocks | None, Callable[[], Tensor]], Codes]
@@ -40,6 +38,9 @@ class CodeProduct:
 
     def gated(self, x: Tensor, activation: str, residual: Tensor | None, kernels: Backend) -> Tensor:
         return self._matrix.gated(x, activation, residual)
+
+    def codes(self, rows: int) -> CodeMatrix | None:
+        return self._matrix if self._result is None else None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._matrix.tensors()
@@ -88,6 +89,9 @@ class ByRows:
 
     def gated(self, x: Tensor, activation: str, residual: Tensor | None, kernels: Backend) -> Tensor:
         return self._for(x).gated(x, activation, residual, kernels)
+
+    def codes(self, rows: int) -> CodeMatrix | None:
+        return (self._many if rows >= MANY_ROWS else self._few).codes(rows)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self._few.tensors(), *self._many.tensors())

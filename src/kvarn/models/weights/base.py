@@ -9,7 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvarn.kernels.api import Backend
+from kvarn.kernels.api import Backend, CodeMatrix
+
+# From here on one scale a row of a matrix pays: measured 1.3 times as fast as Q4_1, at 16 rows 1.1.
+MANY_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ class Product(Protocol):
         """residual + the product of activation(gate) * up, x [T, 2 * columns] being gate and then up."""
         ...
 
+    def codes(self, rows: int) -> CodeMatrix | None:
+        """The matrix of codes that multiplies so many rows; None where something else does."""
+        ...
+
     def tensors(self) -> tuple[Tensor, ...]:
         """What it holds; their bytes are its memory."""
         ...
@@ -88,6 +95,9 @@ class StepByStep:
     """The steps around a product, one call each."""
 
     __slots__ = ()
+
+    def codes(self, rows: int) -> CodeMatrix | None:
+        return None
 
     def normed(self: Product, x: Tensor, weight: Tensor, eps: float, kernels: Backend) -> Tensor:
         return self(kernels.rms_norm(x, weight, eps))

@@ -39,6 +39,9 @@ class Streaming:
     def layer(self, index: int) -> StreamingLayer:
         return StreamingLayer(self, index)
 
+    def plain(self) -> None:
+        return None
+
     def drop(self, length: int) -> None:
         """Whole blocks, as a paged cache drops them."""
         first = (length - WINDOW) // BLOCK * BLOCK

@@ -27,13 +27,7 @@ const Ops* ops_named(const std::string& name) {
 
 namespace {
 
-using Address = uintptr_t;
 using Part = std::tuple<Address, int64_t, int64_t, int64_t>;  // data, byte strides of block, layer, head
-
-template <class T>
-T* pointer(Address a) {
-  return reinterpret_cast<T*>(a);
-}
 
 Side make_side(int codec, int group, const std::vector<Part>& parts) {
   if (parts.empty() || parts.size() > 3) throw std::invalid_argument("a side has 1 to 3 tensors");
@@ -64,6 +58,7 @@ struct PyStep {  // one step's rows over one cache group
     for (const PyPool* p : pools) s.pools[s.n_pools++] = p->pool;
     s.kv_heads = kv_heads, s.k_dim = k_dim, s.v_dim = v_dim, s.n_threads = n_threads;
   }
+  Address address() const { return reinterpret_cast<Address>(&s); }
   void set_table(Address pool, Address block, Address length, Address first_row, int columns, int layer_stride,
                  int head_stride) {
     s.table = {pointer<uint8_t>(pool), pointer<int32_t>(block), pointer<int32_t>(length), pointer<int32_t>(first_row),
@@ -232,6 +227,7 @@ NB_MODULE(_native, m) {
       nb::init<int, int, const std::vector<Part>&, int, int, const std::vector<Part>&, Address, int>());
   nb::class_<PyStep>(m, "Step")
       .def(nb::init<const std::string&, const std::vector<const PyPool*>&, int, int, int, int>())
+      .def("address", &PyStep::address)
       .def("set_table", &PyStep::set_table)
       .def("set_rows", &PyStep::set_rows)
       .def("set_slots", &PyStep::set_slots)
@@ -244,6 +240,7 @@ NB_MODULE(_native, m) {
       .def("rms_norm", &PySmall::rms_norm)
       .def("gated", &PySmall::gated);
   add_products(m);
+  add_decoder(m);
   m.def("seal", &seal);
   m.def("decode", &decode);
   m.def("instruction_sets", &instruction_sets, "Instruction sets built in that this machine runs, best first.");

@@ -9,51 +9,35 @@
 namespace nb = nanobind;
 
 namespace kvarn {
-namespace {
 
-using Address = uintptr_t;
-
-template <class T>
-T* pointer(Address a) {
-  return reinterpret_cast<T*>(a);
+PyMatrix::PyMatrix(const std::string& isa, Address data, int rows, int columns, int width, int group, int bits, int zero,
+                   Address bias)
+    : matrix{pointer<uint8_t>(data), rows, columns, group, bits, zero},
+      width(width),
+      bias(pointer<float>(bias)),
+      ops(ops_named(isa)) {
+  bool fits = rows > 0 && columns > 0 && columns % 32 == 0 && width > 0 && width <= columns;
+  if (!fits || (bits != 4 && bits != 8) || group % 32 != 0 || group <= 0 || columns % group != 0)
+    throw std::invalid_argument("not a matrix of codes");
 }
 
-struct PyMatrix {
-  BlockMatrix matrix{};
-  int width;
-  const float* bias;
-  const Ops* ops;
+void PyMatrix::product(Address x, int64_t x_row, int dtype, int64_t rows, int before, Address norm, float eps, int activation,
+                       Address residual, int64_t residual_row, Address out, int out_dtype, int n_threads) const {
+  ProductCall c{};
+  c.matrix = matrix, c.width = width, c.bias = bias;
+  c.x = pointer<void>(x), c.x_row = x_row, c.dtype = dtype, c.rows = rows;
+  c.before = before, c.norm = pointer<float>(norm), c.eps = eps, c.activation = activation;
+  c.residual = pointer<void>(residual), c.residual_row = residual_row;
+  c.out = pointer<void>(out), c.out_row = matrix.rows, c.out_dtype = out_dtype, c.n_threads = n_threads;
+  nb::gil_scoped_release free;
+  ops->product(c);
+}
 
-  PyMatrix(const std::string& isa, Address data, int rows, int columns, int width, int group, int bits, int zero, Address bias)
-      : matrix{pointer<uint8_t>(data), rows, columns, group, bits, zero},
-        width(width),
-        bias(pointer<float>(bias)),
-        ops(ops_named(isa)) {
-    bool fits = rows > 0 && columns > 0 && columns % 32 == 0 && width > 0 && width <= columns;
-    if (!fits || (bits != 4 && bits != 8) || group % 32 != 0 || group <= 0 || columns % group != 0)
-      throw std::invalid_argument("not a matrix of codes");
-  }
-
-  void product(Address x, int64_t x_row, int dtype, int64_t rows, int before, Address norm, float eps, int activation,
-               Address residual, int64_t residual_row, Address out, int out_dtype, int n_threads) const {
-    ProductCall c{};
-    c.matrix = matrix, c.width = width, c.bias = bias;
-    c.x = pointer<void>(x), c.x_row = x_row, c.dtype = dtype, c.rows = rows;
-    c.before = before, c.norm = pointer<float>(norm), c.eps = eps, c.activation = activation;
-    c.residual = pointer<void>(residual), c.residual_row = residual_row;
-    c.out = pointer<void>(out), c.out_row = matrix.rows, c.out_dtype = out_dtype, c.n_threads = n_threads;
-    nb::gil_scoped_release free;
-    ops->product(c);
-  }
-
-  void gather(Address ids, int rows, Address out, int dtype, int n_threads) const {
-    GatherCall c{matrix, pointer<int64_t>(ids), pointer<void>(out), rows, width, dtype, n_threads};
-    nb::gil_scoped_release free;
-    ops->gather(c);
-  }
-};
-
-}  // namespace
+void PyMatrix::gather(Address ids, int rows, Address out, int dtype, int n_threads) const {
+  GatherCall c{matrix, pointer<int64_t>(ids), pointer<void>(out), rows, width, dtype, n_threads};
+  nb::gil_scoped_release free;
+  ops->gather(c);
+}
 
 void add_products(nb::module_& m) {
   nb::class_<PyMatrix>(m, "Matrix")
