@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,9 +29,12 @@ class StepRun:
 
     def last_logits(self, spans: Sequence[int]) -> Tensor:
         """Logits [len(spans), V] float32 of these spans' last rows."""
-        rows = torch.tensor([self.query_start[s + 1] - 1 for s in spans], dtype=torch.int64)
+        if not spans:
+            return self.hidden.new_zeros((0, 1)).float()
+        rows = [self.query_start[s + 1] - 1 for s in spans]
         with torch.inference_mode():
-            return self.model.logits(self.hidden[rows]) if spans else self.hidden.new_zeros((0, 1)).float()
+            whole = rows == list(range(len(self.hidden)))
+            return self.model.logits(self.hidden if whole else self.hidden[rows])
 
     def rows(self, span: int) -> Tensor:
         """The span's hidden states [n_tokens, hidden]."""
@@ -60,7 +64,7 @@ def run_model(
             token_ids=torch.tensor(list(itertools.chain.from_iterable(tokens)), dtype=torch.int64),
             positions=kv.positions,
             kernels=cache.backend,
-            span_tokens=torch.repeat_interleave(torch.tensor(reach_tokens), torch.tensor(counts)),
+            span_tokens=torch.from_numpy(np.repeat(np.array(reach_tokens, np.int64), counts)),
         )
         hidden = model.forward(inputs, kv)
         cache.settle(kv)
