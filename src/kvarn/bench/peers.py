@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvarn.bench.prepare import hf_directory, q4_0_file
 from kvarn.core.errors import KvarnError
+from kvarn.core.options import Numerics
 
 WORKERS = Path(__file__).parent / "workers"
 OWN = "kvarn"
@@ -40,10 +41,10 @@ class Found:
     missing: tuple[str, ...]
 
 
-def kvarn(kv: str | None = None) -> Engine:
+def kvarn(kv: str | None = None, numerics: Numerics = "invariant") -> Engine:
     """Kvarn with its default cache, or with `kv`. Each is a family of its own: all are measured in every round."""
-    name = OWN if kv is None else f"{OWN} {kv}"
-    return Engine(name, (sys.executable, str(WORKERS / "run_kvarn.py")), () if kv is None else (kv,), family=name)
+    name = " ".join((OWN, *((kv,) if kv else ()), *((numerics,) if numerics != "invariant" else ())))
+    return Engine(name, (sys.executable, str(WORKERS / "run_kvarn.py")), (numerics, kv or ""), family=name)
 
 
 def find_peers(folder: Path, model: Path) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from kvarn.bench.cases import Case, prompt_ids, tokens_per_s
 from kvarn.bench.measure import context_for, run_case
 from kvarn.core.files import ModelFiles
+from kvarn.core.options import Numerics
 from kvarn.core.requests import SamplingParams
 from kvarn.engine.llm import LLM
 from kvarn.kv.manager import CacheManager
@@ -40,16 +42,29 @@ def engine_cases(depths: Sequence[int], batches: Sequence[int]) -> tuple[Case, .
 
 
 def sweep(
-    model: Model, formats: Sequence[str | None], cases: Sequence[Case], repeats: int, threads: int, progress: Progress
+    model: Model,
+    formats: Sequence[str | None],
+    cases: Sequence[Case],
+    repeats: int,
+    threads: int,
+    progress: Progress,
+    numerics: Sequence[Numerics] = ("invariant",),
 ) -> list[Figure]:
-    """Every case with every cache, the caches taking turns in each round."""
+    """Every case with every cache and every numerics, which take turns in each round."""
     longest = context_for(max(c.prompt_tokens + c.output_tokens for c in cases))
     most = max(c.streams for c in cases)
     engines = {}
-    for kv in formats:
-        progress(f"loading with {kv or 'the default'} cache")
-        engines[kv or "kvarn"] = LLM(
-            model, threads=threads, kv=kv, max_seqs=most, context_tokens=longest, prefix_caching=False
+    for kv, how in itertools.product(formats, numerics):
+        name = " ".join((kv or "kvarn", *((how,) if len(numerics) > 1 else ())))
+        progress(f"loading {name}")
+        engines[name] = LLM(
+            model,
+            threads=threads,
+            kv=kv,
+            numerics=how,
+            max_seqs=most,
+            context_tokens=longest,
+            prefix_caching=False,
         )
     runs: dict[tuple[Case, str], list[float]] = {}
     for round_number in range(repeats + 1):  # the first warms up

@@ -121,7 +121,7 @@ def engine_options() -> Callable[[F], F]:
                 help="Keep the blocks of finished sequences for those that begin alike.",
             ),
             click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built)."),
-            click.option("--threads", type=int, metavar="N", help="CPU threads (default: as PyTorch decides)."),
+            click.option("--threads", type=int, metavar="N", help="CPU threads (default: as many as cores are free)."),
             click.option(
                 "--verify",
                 type=click.FloatRange(0, 1),

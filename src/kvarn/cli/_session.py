@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 
 import kvarn
 from kvarn import hub
+from kvarn.cli._contention import Watch, advice
 from kvarn.cli._gate import pass_gate
 from kvarn.cli._progress import progress_bars
 from kvarn.core.options import EngineOptions
@@ -32,16 +35,25 @@ KV_FIELDS = (
 
 def load(model: str | None, options: EngineOptions, *, require_gate: bool = False) -> LLM:
     """Find, fetch and load a model; on a terminal, stderr shows what is going on. require_gate: refuse a lossy cache
-    that has not passed the gate."""
+    that has not passed the gate. Where no number of threads was asked for and others keep cores busy, fewer run, which
+    stderr says."""
     name = model or hub.default_name()
     with progress_bars() as progress:
         files = hub.resolve(name, progress=progress)
     pass_gate(files, options, required=require_gate)
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return kvarn.LLM(files, options)
-    with console.status(f"loading {name}"):
-        return kvarn.LLM(files, options)
+    console, watch = Console(stderr=True), Watch()
+    with console.status(f"loading {name}") if console.is_terminal else nullcontext():
+        llm = kvarn.LLM(files, options)
+    if options.threads is None and (found := advice(watch)) is not None:
+        _use_threads(*found)
+    return llm
+
+
+def _use_threads(threads: int, why: str) -> None:
+    import torch  # noqa: PLC0415  (the help pages must not load it)
+
+    torch.set_num_threads(threads)
+    click.echo(why, err=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from kvarn.bench.machine import machine
 from kvarn.bench.plots import plot_sweep
 from kvarn.bench.roofline import roofline
 from kvarn.bench.sweep import Figure, engine_cases, sweep
+from kvarn.core.options import NUMERICS, Numerics
 from kvarn.engine.llm import LLM
 from kvarn.hub import default_name, resolve
 from kvarn.planner.hardware import usable_cores
+
+WAYS: dict[str, Sequence[Numerics]] = {"invariant": ("invariant",), "fast": ("fast",), "both": NUMERICS}
 
 
 def numbers(text: str) -> list[int]:
@@ -33,6 +37,13 @@ def numbers(text: str) -> list[int]:
 @click.command("engine")
 @click.argument("model", required=False)
 @click.option("--kv", "formats", multiple=True, help="Measure this cache too (repeat for more), e.g. int8, int4.")
+@click.option(
+    "--numerics",
+    type=click.Choice([*WAYS]),
+    default="invariant",
+    show_default=True,
+    help="See kvarn run; both: one beside the other.",
+)
 @click.option("--depths", default="32,1024,4096", show_default=True, help="Contexts to decode at, in tokens.")
 @click.option("--batches", default="1,4,16,32", show_default=True, help="Streams at once, at a short context.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Rounds; medians count.")
@@ -47,6 +58,7 @@ def numbers(text: str) -> list[int]:
 def COMMAND(
     model: str | None,
     formats: tuple[str, ...],
+    numerics: str,
     depths: str,
     batches: str,
     repeats: int,
@@ -59,7 +71,7 @@ def COMMAND(
     files, threads = resolve(model or default_name()), threads or usable_cores()
     about, cases = machine(threads), engine_cases(numbers(depths), numbers(batches))
     with Console(stderr=True).status("starting") as status:
-        figures = sweep(files, (None, *formats), cases, repeats, threads, status.update)
+        figures = sweep(files, (None, *formats), cases, repeats, threads, status.update, WAYS[numerics])
         shortest = min((f for f in figures if f.case.counted == "decode"), key=lambda f: f.case.prompt_tokens)
         llm = LLM(files, threads=threads, max_seqs=1, context_tokens=64)
         reached = roofline(llm, shortest.case.streams, shortest.case.prompt_tokens, 1 / shortest.value, threads)
@@ -80,11 +92,12 @@ def _as_dict(figures: list[Figure], about: dict[str, Any], line: str) -> dict[st
         {"case": f.case.name, "engine": f.engine, "value": f.value, "unit": "tokens/s", "runs": list(f.runs)}
         for f in figures
     ]
-    own = {f.case.name: f.value for f in figures if f.engine == "kvarn"}
+    default = figures[0].engine
+    own = {f.case.name: f.value for f in figures if f.engine == default}
     ratios = [
         {"case": f.case.name, "cache": f.engine, "ratio_to_default": f.value / own[f.case.name]}
         for f in figures
-        if f.engine != "kvarn"
+        if f.engine != default
     ]
     return {"machine": about, "results": results, "ratios": ratios, "roofline": line}
 

@@ -25,6 +25,7 @@ NAMES = tuple(c.name for c in CASES)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Rounds; medians count.")
 @click.option("--threads", type=click.IntRange(1), help="Of every engine (default: the cores there are).")
 @click.option("--kv", "formats", multiple=True, help="Measure Kvarn with this cache too, e.g. int8.")
+@click.option("--fast", is_flag=True, help="Measure Kvarn with --numerics fast too.")
 @click.option("--only", multiple=True, help="Only peers whose name begins so.")
 @click.option(
     "--folder",
@@ -45,6 +46,7 @@ def COMMAND(
     repeats: int,
     threads: int | None,
     formats: tuple[str, ...],
+    fast: bool,
     only: tuple[str, ...],
     folder: Path,
     json_path: Path | None,
@@ -61,7 +63,7 @@ def COMMAND(
         raise InvalidRequest(f"{path} is no GGUF file", fixes=("give a GGUF file, which all peers read",))
     found = find_peers(folder.resolve(), path)
     peers = [e for e in found.engines if not only or e.name.startswith(only)]
-    engines = [kvarn(), *(kvarn(kv) for kv in formats), *peers]
+    engines = [kvarn(), *(kvarn(kv) for kv in formats), *([kvarn(None, "fast")] if fast else []), *peers]
     cases = [c for c in CASES if not names or c.name in names]
     threads = threads or usable_cores()
     about = machine(threads)

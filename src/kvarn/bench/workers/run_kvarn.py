@@ -1,4 +1,4 @@
-"""Kvarn itself, measured as its peers are. A third argument names the KV format."""
+"""Kvarn itself, measured as its peers are. Arguments: model, threads, numerics, the cache ('': the default)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from kvarn.bench.measure import context_for, run_case
 from kvarn.engine.llm import LLM
 
 
-def main(model: str, threads: str, kv: str | None = None) -> None:
+def main(model: str, threads: str, numerics: str = "invariant", kv: str = "") -> None:
     """Serve cases until the input ends."""
     llm = LLM(
         model,
         threads=int(threads),
-        kv=kv,
+        numerics=numerics,
+        kv=kv or None,
         max_seqs=32,
         context_tokens=context_for(4096 + 64),
         kv_memory_bytes=3 << 30,
