@@ -1,0 +1,225 @@
+"""Questions over many policies, with one prefill each.
+
+    scripts/bench policies --caches "window:25%,sinks=4; snapkv:25%" [--lengths 4096] [--cases 4] [--json rows.jsonl]
+
+Measures what `kvarn eval --tasks needle,recall` does choice by choice. Each context is computed once, with the signals
+that any policy may ask for; then the sequence is forked for each choice, the choice's policy decides, and question and
+answer go through what it left, in steps that end with a block. The question's tokens then follow the context, for the
+form in which policies saw it. Rows are as `kvarn eval` writes them, but for the decode speed, which is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from kvarn.core.options import EngineOptions, Grain
+from kvarn.engine.build import assemble
+from kvarn.engine.runner import run_model
+from kvarn.evals.records import Results, Row
+from kvarn.evals.tasks import needle, recall
+from kvarn.evals.tasks._questions import Question, _Asked, _values
+from kvarn.evals.tasks.base import Settings
+from kvarn.evals.texts import shipped_text
+from kvarn.hub import resolve
+from kvarn.kernels import load_backend
+from kvarn.kv.choice import parse_choices, policy_of
+from kvarn.kv.policies.base import Decision, KVPolicy, SequenceView, Signal
+from kvarn.kv.signals import QueryRing
+from kvarn.kv.step import Span
+from kvarn.models.loading import load_model
+from kvarn.text import load_tokenizer
+
+PARENT, CHILD, BLOCK, STEP_TOKENS = 0, 1, 32, 512
+
+
+@dataclass(frozen=True)
+class Collect(KVPolicy):
+    """Keeps everything, and has every signal collected."""
+
+    grain: ClassVar[Grain] = "head"
+    needs: ClassVar[frozenset[Signal]] = frozenset(Signal)
+    query_tokens: int = field(default=128, kw_only=True)
+
+    def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
+        return False
+
+    def decide(self, view: SequenceView) -> Decision | None:
+        return None
+
+
+class Bench:
+    """One model, one cache that holds two sequences."""
+
+    def __init__(self, length: int, query_tokens: int) -> None:
+        files = resolve("smollm2-135m")
+        self.name, self.tokenizer, self._model = files.name, load_tokenizer(files), load_model(files, "native")
+        options = EngineOptions(
+            kv="bfloat16", grain="head", max_seqs=2, context_tokens=length + 1, prefix_caching=False, block_size=BLOCK
+        )
+        self._cache = assemble(self._model, self.tokenizer, load_backend(None), options).engine.cache
+        self._collect, self._reach = Collect(query_tokens=query_tokens), length + 1
+
+    def begin(self, ids: Sequence[int]) -> None:
+        if PARENT in self._cache.sequences:
+            self._cache.release(PARENT)
+        self._cache.assign(PARENT, self._collect, len(ids))
+        assert self._cache.admit(PARENT, ids, b"") == 0
+        self.read(PARENT, ids)
+
+    def read(self, seq_id: int, ids: Sequence[int]) -> torch.Tensor:
+        """Compute ids; returns the hidden state of the last one [hidden]."""
+        at = self._cache.sequences[seq_id].length
+        for begin in range(0, len(ids), STEP_TOKENS):
+            hidden = self._step(seq_id, at + begin, ids[begin : begin + STEP_TOKENS])
+        return hidden[-1]
+
+    def _step(self, seq_id: int, at: int, ids: Sequence[int]) -> torch.Tensor:
+        assert self._cache.extend(seq_id, at + len(ids)) is None, "the cache holds both sequences"
+        run = run_model(self._model, self._cache, [Span(seq_id, at, len(ids))], [ids], [self._reach])
+        self._cache.commit(seq_id, ids)
+        return run.hidden
+
+    def answer(self, policy: KVPolicy | None, last: torch.Tensor, replayed: Sequence[int], scored: int) -> Answer:
+        """Fork, decide, replay. last: the hidden state after the parent's last token."""
+        assert self._cache.fork(PARENT, CHILD) is None, "the cache holds both sequences"
+        state = self._cache.sequences[CHILD]
+        state.policy, state.prompt_tokens, state.decided_blocks = policy, state.length, -1
+        wants = policy is not None and Signal.RECENT_QUERIES in policy.signals
+        state.rings = tuple(newest(r, policy.query_tokens) if wants and policy else None for r in state.rings)
+        self._decide()
+        hidden, at = [last[None]], 0
+        while at < len(replayed):
+            n = min(BLOCK - state.length % BLOCK, len(replayed) - at)
+            hidden.append(self._step(CHILD, state.length, replayed[at : at + n]))
+            self._decide()
+            at += n
+        with torch.inference_mode():
+            logits = self._model.logits(torch.cat(hidden)[len(replayed) - scored : len(replayed)])
+        lines = torch.log_softmax(logits, -1)
+        wanted = torch.tensor(list(replayed)[len(replayed) - scored :])
+        held, length = self._cache.sequence_bytes(CHILD)[0], state.length
+        self._cache.release(CHILD)
+        chosen = lines.gather(1, wanted[:, None])[:, 0]
+        return Answer(float(chosen.double().mean()), bool((lines.argmax(-1) == wanted).all()), held, length)
+
+    def _decide(self) -> None:
+        if decision := self._cache.decide(CHILD):
+            assert self._cache.apply(CHILD, decision)
+
+    @property
+    def parent_bytes(self) -> int:
+        return self._cache.sequence_bytes(PARENT)[0]
+
+
+@dataclass(frozen=True)
+class Answer:
+    logprob: float
+    exact: bool
+    held_bytes: int
+    tokens: int
+
+
+def newest(ring: QueryRing | None, w: int) -> QueryRing | None:
+    """The last w queries of a longer ring."""
+    if ring is None or (kept := ring.kept) is None:
+        return ring
+    w = min(w, kept.shape[1])
+    return QueryRing(w, kept[:, -w:].clone(), ring.params, w)
+
+
+def measure(bench: Bench, policies: dict[str, KVPolicy | None], q: Question) -> dict[str, list[tuple[_Asked, Answer]]]:
+    """Both forms of one question, by choice."""
+    found: dict[str, list[tuple[_Asked, Answer]]] = {name: [] for name in policies}
+    rests = {"unseen": [*q.question, *q.answer], "seen": q.answer}
+    bench.begin(q.context[:-1])
+    last = bench.read(PARENT, q.context[-1:])
+    for form in ("unseen", "seen"):
+        if form == "seen":
+            last = bench.read(PARENT, q.question)
+        for name, policy in policies.items():
+            a = bench.answer(policy, last, rests[form], len(q.answer))
+            found[name].append((_Asked(form, a.logprob, a.exact, q.detail), a))
+    return found
+
+
+def rows_of(
+    bench: Bench, task: str, prefix: str, asked: dict[str, list[tuple[_Asked, Answer]]], seed: int
+) -> list[Row]:
+    rows: list[Row] = []
+    for cache, pairs in asked.items():
+        mine = [a for a, _ in pairs]
+        values = _values(mine, prefix, {})
+        if task == "needle":
+            for detail in {tuple(sorted(a.detail.items())): a.detail for a in mine}.values():
+                values += _values([a for a in mine if a.detail == detail], prefix, detail)
+        longest = max((a for _, a in pairs), key=lambda a: a.tokens)
+        for v in values:
+            rows.append(
+                Row(
+                    cache=cache,
+                    task=task,
+                    metric=v.metric,
+                    value=v.value,
+                    physical_bytes_peak=bench.parent_bytes,
+                    bytes_per_token=longest.held_bytes / longest.tokens,
+                    decode_tokens_per_s=0.0,
+                    model=bench.name,
+                    seed=seed,
+                    n=v.n,
+                    detail=dict(v.detail),
+                    fingerprint=f"{task} {prefix} {cache}",
+                    of_rows=len(values),
+                )
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--caches", required=True, help="policies, with semicolons between them; full comes first")
+    parser.add_argument("--tasks", default="needle,recall")
+    parser.add_argument("--lengths", type=lambda t: tuple(map(int, t.split(","))), default=(4096,))
+    parser.add_argument("--cases", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    choices = {c.text: policy_of(c) for c in parse_choices(f"full; {asked.caches}")}
+    query_tokens = max(p.query_tokens for p in choices.values() if p is not None)
+    bench = Bench(max(asked.lengths), query_tokens)
+    settings = Settings(text=shipped_text(), lengths=asked.lengths, cases=asked.cases, seed=asked.seed)
+    kinds = {
+        ("needle", ""): needle.questions(bench.tokenizer, settings),
+        ("recall", "kv_"): recall._each(bench.tokenizer, settings, recall.key_value),
+        ("recall", "vt_"): recall._each(bench.tokenizer, settings, recall.tracking),
+    }
+    results = Results(asked.json)
+    for (task, prefix), questions in kinds.items():
+        if task not in asked.tasks.split(","):
+            continue
+        found: dict[str, list[tuple[_Asked, Answer]]] = {name: [] for name in choices}
+        for number in itertools.count(1):
+            if (question := next(questions, None)) is None:
+                break
+            begun = time.perf_counter()
+            for name, pairs in measure(bench, choices, question).items():
+                found[name] += pairs
+            print(f"{task} {prefix}{number}: {time.perf_counter() - begun:.0f} s", flush=True)
+        rows = rows_of(bench, task, prefix, found, asked.seed)
+        results.add(rows)
+        for name in choices:
+            told = {r.metric: r.value for r in rows if r.cache == name and not r.detail}
+            print(f"{name}: " + ", ".join(f"{m} {v:.3f}" for m, v in told.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
