@@ -10,7 +10,7 @@ import pytest
 
 from kvarn.bench.cases import CASES, Case, Timing, prompt_ids, tokens_per_s
 from kvarn.bench.compare import Comparison, compare
-from kvarn.bench.peers import Engine, find_peers
+from kvarn.bench.peers import Engine, find_peers, kvarn
 
 PROGRAM = """
 import json, sys
@@ -107,6 +107,13 @@ def test_the_default_cache_is_what_ratios_judge() -> None:
     case = Case("decode", 1, 4, 5, "decode")
     runs = {("decode", "kvarn"): [10.0], ("decode", "kvarn int8"): [99.0], ("decode", "peer"): [5.0]}
     assert Comparison((case,), ("kvarn", "kvarn int8", "peer"), runs).ratios()[0]["ratio"] == 2.0
+
+
+def test_every_form_of_kvarn_has_a_name_and_a_family_of_its_own() -> None:
+    engines = [kvarn(), kvarn("int8"), kvarn(None, "fast"), kvarn("k=int8,v=int4", "fast")]
+    assert [e.name for e in engines] == ["kvarn", "kvarn int8", "kvarn fast", "kvarn k=int8,v=int4 fast"]
+    assert [e.family for e in engines] == [e.name for e in engines]
+    assert engines[3].start(Path("m.gguf"), 2)[2:] == ["m.gguf", "2", "fast", "k=int8,v=int4"]
 
 
 def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from kvarn.bench.commands.cache import _mix
 from kvarn.bench.commands.engine import numbers
-from kvarn.bench.roofline import Roofline
 from kvarn.bench.sweep import engine_cases
 
 
@@ -27,9 +26,3 @@ def test_the_mix_fits_its_context_and_repeats() -> None:
 def test_lists_of_numbers_are_checked(text: str) -> None:
     with pytest.raises(click.BadParameter):
         numbers(text)
-
-
-def test_the_roofline_counts_weights_and_cache() -> None:
-    reached = Roofline(weight_bytes=90_000_000, cache_bytes=10_000_000, read_bytes_per_s=20e9, step_s=0.010)
-    assert reached.limit_s == pytest.approx(0.005) and reached.share == pytest.approx(0.5)
-    assert "50% of the limit" in reached.line() and "100.0 MB" in reached.line()
