@@ -28,7 +28,7 @@ from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, Signal
 from kvarn.kv.room import Room
-from kvarn.kv.sharing import PrefixSharing
+from kvarn.kv.sharing import PrefixSharing, why_unused
 from kvarn.kv.signals import QueryRing
 from kvarn.kv.sizing import blocks_for
 from kvarn.kv.state import SequenceState
@@ -89,7 +89,7 @@ class CacheManager:
         match = None
         if self.prefixes is not None and (policy is None or policy.prefix_pure):
             sought = token_ids if reuse else ()
-            if policy is not None and policy.decides:  # what comes behind the prompt hangs on what it dropped by then
+            if policy is not None and policy.decides:  # what comes behind the prompt hangs on what was decided
                 sought = sought[:prompt_tokens]
             match = self.prefixes.lookup(seq_id, sought, namespace)
         place = self.prefixes.index.acquire(match) if self.prefixes and match else None
@@ -103,11 +103,13 @@ class CacheManager:
         if self.plan.mode == "contiguous" and (short := self._reserve_context(state)):
             self.release(seq_id)
             return short
+        if self.prefixes:
+            state.prefix_why = why_unused(policy, reuse)
         if self.prefixes and match:
-            state.indexed, state.prefix_why = len(match.nodes), match.why
+            state.indexed, state.prefix_why = len(match.nodes), state.prefix_why or match.why
             state.token_ids.extend(token_ids[: self.prefixes.take_over(state, match)])
-            if policy is not None and policy.decides:  # what it will drop is not to stay because the index holds it
-                self.prefixes.leave(state)
+            if policy is not None and policy.decides and not policy.leaves_prompt:
+                self.prefixes.leave(state)  # what it will drop is not to stay because the index holds it
         self._emit(SequenceAdmitted(seq_id, state.length, str(state.prefix_why) if state.prefix_why else None))
         return state.length
 

@@ -72,7 +72,18 @@ class Mismatch:
         return f"another text has the key of the block from token {self.at_tokens}"
 
 
-Why = Complete | NeverSeen | Evicted | WindowGone | OtherIdentity | Mismatch
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Nothing was looked for. reason: a sentence."""
+
+    at_tokens: int
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+Why = Complete | NeverSeen | Evicted | WindowGone | OtherIdentity | Mismatch | Unused
 
 
 @dataclass(slots=True)

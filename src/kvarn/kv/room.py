@@ -71,6 +71,9 @@ class Room:
             missing = self.groups[index].short_by(wants[index]).get(pool, 0)  # another group's eviction may have helped
             for gone in self.prefixes.make_room(index, pool, missing):
                 self._emit(PrefixEvicted(-1, len(gone.blocks), str(gone)))
+        for index, want in enumerate(wants if short else ()):
+            if left := self.groups[index].short_by(want):
+                return NoRoom(max(left.values()), self.groups[index].describe(index))
         return None
 
     def no_slot(self) -> NoRoom:

@@ -4,6 +4,7 @@ format that requests may ask for, and a sequence's blocks settle in the pool of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,8 +18,11 @@ from kvarn.kv.policies.base import Decision, GroupView, KVPolicy, SequenceView
 
 @dataclass(frozen=True)
 class SettleIn(KVPolicy):
-    """Keeps everything; full blocks older than the residual are encoded in `format`, once the prompt is complete."""
+    """Keeps everything; full blocks older than the residual are encoded in `format`, once the prompt is complete. Until
+    then its blocks are the engine's own: it finds prompts that others computed, and leaves its own to them."""
 
+    prefix_pure: ClassVar[bool] = True
+    leaves_prompt: ClassVar[bool] = True
     format: str = field(kw_only=True)
     residual_tokens: int = field(kw_only=True)
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.identity import Identity
+from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.prefix import Eviction, Match, PrefixIndex
 from kvarn.kv.prefix_node import Node, Part
-from kvarn.kv.prefix_why import PrefixStats
+from kvarn.kv.prefix_why import PrefixStats, Unused
 from kvarn.kv.state import SequenceState
 from kvarn.kv.table import OPEN
 
@@ -23,6 +24,16 @@ class _Found(NamedTuple):
 
     match: Match
     stamp: tuple[int, ...]
+
+
+def why_unused(policy: KVPolicy | None, reuse: bool) -> Unused | None:
+    """Why a request's prompt is computed anew whatever the index holds; None where it is not."""
+    if not reuse:
+        return Unused(0, "every token of the prompt was asked for")
+    if policy is not None and not policy.prefix_pure:
+        name = type(policy).__name__.lower()
+        return Unused(0, f"the policy {name} reads what the whole prompt attends to, so all of it is computed")
+    return None
 
 
 class PrefixSharing:
@@ -138,12 +149,16 @@ class PrefixSharing:
         return self.index.evictable_blocks(group, pool)
 
     def make_room(self, group: int, pool: int, n_blocks: int) -> tuple[Eviction, ...]:
-        """Evict until n_blocks of a pool were given back, or there are no more."""
-        gone = self.index.evict(group, pool, n_blocks)
-        for eviction in gone:
-            self._give_back(eviction.blocks)
+        """Evict until n_blocks of a pool are free that were not, or there is no more. What a sequence holds that has
+        left the index (its policy decides) is not freed by that."""
+        ledger, gone = self._groups[group].pools[pool], list[Eviction]()
+        wanted = ledger.free_blocks + n_blocks
+        while ledger.free_blocks < wanted and (some := self.index.evict(group, pool, wanted - ledger.free_blocks)):
+            for eviction in some:
+                self._give_back(eviction.blocks)
+            gone += some
         self.stats.evicted_blocks += sum(len(e.blocks) for e in gone)
-        return gone
+        return tuple(gone)
 
     def reset(self) -> None:
         """Forget everything that is cached."""

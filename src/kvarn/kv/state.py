@@ -38,6 +38,11 @@ class SequenceState:
     indexed: int = 0
     prefix_why: Why | None = None
 
+    @property
+    def decides_now(self) -> bool:
+        """Whether a policy changes its blocks from here on: not before its prompt is complete."""
+        return self.policy is not None and self.policy.decides and self.length >= self.prompt_tokens
+
     def child(self, seq_id: int, rows: tuple[int, ...]) -> SequenceState:
         """A sequence that goes on from here on its own; its rows are empty, and it has no place in the index yet."""
         return replace(

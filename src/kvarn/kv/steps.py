@@ -86,6 +86,8 @@ class Steps:
                 self._emit(BlocksSealed(seq_id, index, source, target))
         if state.filled and self.prefixes is not None:
             self.prefixes.feed(state)
+        if self.prefixes is not None and state.decides_now:  # its blocks hang on more than the text before them
+            self.prefixes.leave(state)
         for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
             if dropped := group.drop_behind_window(row, state.length, state.grown):
                 self._emit(BlocksDropped(seq_id, index, dropped, "behind the window"))

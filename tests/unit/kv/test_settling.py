@@ -8,7 +8,7 @@ from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.requests import SamplingParams
 from kvarn.kv.choice import parse_choice
 from kvarn.kv.manager import CacheManager
-from support.engines import Watch, make_engine
+from support.engines import Watch, held_blocks, make_engine, serve
 
 PROMPT = [(7 * i * i + 3 * i) % 250 for i in range(45)]
 ANSWER = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -64,3 +64,47 @@ def test_what_an_engine_cannot_do_is_refused(asked: str, said: str) -> None:
     with pytest.raises(IncompatiblePlan, match=said):
         engine.add_request("a", PROMPT, ANSWER, cache=parse_choice(asked))
     assert not engine.has_work
+
+
+ORDERS = [("full", "int8"), ("int8", "full"), ("int8", "fp8_e4m3,residual=8"), ("int8", "window:16,sinks=4")]
+
+
+@pytest.mark.parametrize(("first", "second"), ORDERS, ids=str)
+def test_formats_and_pure_policies_find_each_others_prompts(first: str, second: str) -> None:
+    """A prompt is computed in full precision whatever becomes of its blocks, so either leaves it to the other."""
+    alone = {text: answers((text,))[0][0] for text in (first, second)}
+    engine = make_engine(also=CHOICES, residual_tokens=4)
+    watch = Watch(engine)
+    for text in (first, second):
+        engine.add_request(text, PROMPT, ANSWER, cache=parse_choice(text))
+        watch.finish()
+    assert watch.outputs[first].cached_tokens == 0
+    assert watch.outputs[second].cached_tokens == len(PROMPT) - 1
+    for text, tokens in alone.items():
+        assert watch.outputs[text].completions[0].token_ids == tokens
+    assert held_blocks(engine) == 0
+
+
+def test_what_was_decided_stays_with_its_request() -> None:
+    """What an int8 request generated was read from int8 blocks: another's identical text does not begin with it."""
+    engine = make_engine(also=CHOICES, residual_tokens=4)
+    watch = Watch(engine)
+    engine.add_request("a", PROMPT, ANSWER, cache=parse_choice("int8"))
+    watch.finish()
+    text = (*PROMPT, *watch.outputs["a"].completions[0].token_ids)
+    engine.add_request("b", text, ANSWER)
+    watch.finish()
+    assert watch.outputs["b"].cached_tokens == len(PROMPT) // 4 * 4
+    alone = serve(make_engine(), [(text, ANSWER)]).outputs["0"]
+    assert watch.outputs["b"].completions[0].token_ids == alone.completions[0].token_ids
+
+
+def test_a_policy_that_reads_the_prompt_says_why_nothing_was_found() -> None:
+    engine = make_engine(also=CHOICES)
+    watch = Watch(engine)
+    for name in ("a", "b"):
+        engine.add_request(name, PROMPT, ANSWER, cache=parse_choice("h2o:16,recent=4"))
+        watch.finish()
+    trace = watch.outputs["b"].completions[0].trace
+    assert trace is not None and trace.cached_tokens == 0
+    assert trace.prefix == "the policy h2o reads what the whole prompt attends to, so all of it is computed"

@@ -158,8 +158,9 @@ class KVPolicy:
 
     grain: how finely it cuts. needs: signals it reads. rewrites: it drops single tokens, so kept ones are moved
     together within their blocks (False: it drops whole blocks only). prefix_pure: it needs no signals of the prompt, so
-    a sequence may begin with blocks that the prefix index holds (it feeds the index only if the policy never decides:
-    later blocks hang on more than the text before them). decides: False for a policy that never changes anything.
+    a sequence may begin with blocks that the prefix index holds. leaves_prompt: it leaves its own prompt's blocks there
+    (later ones are only left if the policy never decides: they hang on more than the text before them). decides: False
+    for a policy that never changes anything.
     query_tokens: w of RECENT_QUERIES.
     """
 
@@ -167,6 +168,7 @@ class KVPolicy:
     needs: ClassVar[frozenset[Signal]] = frozenset()
     rewrites: ClassVar[bool] = False
     prefix_pure: ClassVar[bool] = False
+    leaves_prompt: ClassVar[bool] = False
     decides: ClassVar[bool] = True
     query_tokens: int = field(default=1, kw_only=True)
 
