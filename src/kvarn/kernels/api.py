@@ -212,7 +212,8 @@ class Backend(Protocol):
         self, rows: StepRows, table: TableView, pools: Sequence[PoolView], slots: Tensor | None = None
     ) -> StepKernel:
         """Prepare one group's step. pools[0] is the open pool; slots as in `write`, None where nothing is written.
-        The tensors are read again at every call and must live as long as the result."""
+        The tensors are read again at every call and must live as long as the result; positions in the
+        blocks of a table row stay as they are when it is first read."""
         ...
 
     def decoder(self, layers: Sequence[LayerProgram]) -> Decoder | None:

@@ -29,6 +29,7 @@ class Step:
         block: int,
         length: int,
         first_row: int,
+        rows: int,
         columns: int,
         layer_stride: int,
         head_stride: int,

@@ -100,6 +100,7 @@ class CpuStep:
             table.block.data_ptr(),
             table.length.data_ptr(),
             table.first_row.data_ptr(),
+            table.block.shape[0],
             table.block.shape[1],
             table.layer_stride,
             table.head_stride,

@@ -78,30 +78,78 @@ inline void matmul(int codec, const uint8_t* m, int64_t row_stride, int columns,
   }
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 // The same for bfloat16 on both sides: pairs of rows of M are interleaved and multiplied two at a time (VDPBF16PS, float32
-// sums). A holds pairs of bfloat16 [rows][pairs]; M [2 * pairs][columns], columns a multiple of 32.
-template <int R>
-INLINE void dot_tile(const uint16_t* m, int64_t columns, const uint32_t* a, int64_t lda, int pairs, float* c, int64_t ldc,
-                     bool add) {
-  alignas(64) static const uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                               8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i pick_low = _mm512_load_si512(low), pick_high = _mm512_add_epi16(pick_low, _mm512_set1_epi16(16));
+// sums). A holds pairs of bfloat16 [rows][pairs]; M [2 * pairs][columns], columns a multiple of 32. fp8 numbers become
+// bfloat16, which holds them all, by a table of their 128 magnitudes.
+struct alignas(64) Interleave {
+  uint16_t words[32];
+  uint8_t low[64], high[64];  // low and high bytes of the bfloat16 of each e4m3 magnitude
+  uint8_t low_more[64], high_more[64];
+  uint8_t bytes[64];
+};
+constexpr uint32_t e4m3_as_bf16(int code) {
+  if (code == 0x7f) return 0x7fc0;
+  if (code >= 8) return uint32_t((code << 4) + (120 << 7));
+  if (code == 0) return 0;
+  int exponent = code >= 4 ? 2 : code >= 2 ? 1 : 0;  // code * 2^-9
+  return uint32_t(((exponent - 9 + 127) << 7) | ((code << (7 - exponent)) & 127));
+}
+constexpr Interleave make_interleave() {
+  Interleave t{};
+  for (int i = 0; i < 32; i++) t.words[i] = uint16_t(i / 2 + i % 2 * 32);
+  for (int i = 0; i < 64; i++) {
+    t.low[i] = uint8_t(e4m3_as_bf16(i)), t.high[i] = uint8_t(e4m3_as_bf16(i) >> 8);
+    t.low_more[i] = uint8_t(e4m3_as_bf16(i + 64)), t.high_more[i] = uint8_t(e4m3_as_bf16(i + 64) >> 8);
+    t.bytes[i] = uint8_t(i / 4 + i % 4 / 2 * 32 + i % 2 * 64);  // [16 columns][2 rows][low, high]
+  }
+  return t;
+}
+constexpr Interleave kInterleave = make_interleave();
+
+// Columns 0 .. 16 and 16 .. 32 of two rows of M, each as [column][row] in bfloat16.
+template <int C>
+INLINE void two_rows(const uint8_t* m, int64_t row, __m512bh* p, __m512bh* q) {
+  if constexpr (C == kBF16) {
+    const __m512i pick = _mm512_load_si512(kInterleave.words);
+    __m512i even = _mm512_loadu_si512(m), odd = _mm512_loadu_si512(m + row);
+    *p = (__m512bh)_mm512_permutex2var_epi16(even, pick, odd);
+    *q = (__m512bh)_mm512_permutex2var_epi16(even, _mm512_add_epi16(pick, _mm512_set1_epi16(16)), odd);
+  } else {
+    const __m512i pick = _mm512_load_si512(kInterleave.bytes);
+    __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(m))),
+                                   _mm256_loadu_si256(reinterpret_cast<const __m256i*>(m + row)), 1);
+    __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(kInterleave.low), x, _mm512_load_si512(kInterleave.low_more));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(kInterleave.high), x, _mm512_load_si512(kInterleave.high_more));
+    high = _mm512_or_si512(high, _mm512_and_si512(x, _mm512_set1_epi8(-128)));
+    *p = (__m512bh)_mm512_permutex2var_epi8(low, pick, high);
+    *q = (__m512bh)_mm512_permutex2var_epi8(low, _mm512_add_epi8(pick, _mm512_set1_epi8(16)), high);
+  }
+}
+
+INLINE void add_pairs(__m512& sum, __m512bh a, __m512bh b) {  // in assembly: GCC copies sums around the intrinsic
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+}
+
+template <int C, int R>
+INLINE void dot_tile(const uint8_t* m, int64_t row, const uint32_t* a, int64_t lda, int pairs, float* c, int64_t ldc, bool add) {
   __m512 x[R], y[R];
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     x[r] = add ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
     y[r] = add ? _mm512_loadu_ps(c + r * ldc + 16) : _mm512_setzero_ps();
   }
-  for (int k = 0; k < pairs; k++) {
-    __m512i even = _mm512_loadu_si512(m + 2 * k * columns), odd = _mm512_loadu_si512(m + (2 * k + 1) * columns);
-    __m512bh p = (__m512bh)_mm512_permutex2var_epi16(even, pick_low, odd);
-    __m512bh q = (__m512bh)_mm512_permutex2var_epi16(even, pick_high, odd);
+  for (int k = 0; k < pairs; k++, m += 2 * row) {
+    __m512bh p, q;
+    two_rows<C>(m, row, &p, &q);
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       __m512bh w = (__m512bh)_mm512_set1_epi32(int(a[r * lda + k]));
-      x[r] = _mm512_dpbf16_ps(x[r], w, p);
-      y[r] = _mm512_dpbf16_ps(y[r], w, q);
+      add_pairs(x[r], w, p);
+      add_pairs(y[r], w, q);
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     _mm512_storeu_ps(c + r * ldc, x[r]);
     _mm512_storeu_ps(c + r * ldc + 16, y[r]);
@@ -109,11 +157,15 @@ INLINE void dot_tile(const uint16_t* m, int64_t columns, const uint32_t* a, int6
 }
 #endif
 
-inline void matmul_dot(const uint16_t* m, int columns, const uint32_t* a, int64_t lda, int rows, int pairs, float* c,
-                       int64_t ldc, bool add) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// M as bfloat16 or fp8 stores it, rows of `columns` numbers.
+template <int C>
+void matmul_dot(const uint8_t* m, int columns, const uint32_t* a, int64_t lda, int rows, int pairs, float* c, int64_t ldc,
+                bool add) {
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
   for (int col = 0; col < columns; col += 32) {
-#define KVARN_TILE(R) dot_tile<R>(m + col, columns, a + r0 * lda, lda, pairs, c + r0 * ldc + col, ldc, add)
+    const uint8_t* first = m + row_bytes(C, col);
+#define KVARN_TILE(R) \
+  dot_tile<C, R>(first, row_bytes(C, columns), a + r0 * lda, lda, pairs, c + r0 * ldc + col, ldc, add)
     KVARN_ROWS(rows, KVARN_TILE)
 #undef KVARN_TILE
   }

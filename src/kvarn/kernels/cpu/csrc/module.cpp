@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -51,6 +52,8 @@ struct PyPool {
 struct PyStep {  // one step's rows over one cache group
   Step s{};
   const Ops* ops;
+  std::unique_ptr<Span[]> spans;
+  std::vector<uint8_t> known_rows;
 
   PyStep(const std::string& isa, const std::vector<const PyPool*>& pools, int kv_heads, int k_dim, int v_dim, int n_threads)
       : ops(ops_named(isa)) {
@@ -59,10 +62,13 @@ struct PyStep {  // one step's rows over one cache group
     s.kv_heads = kv_heads, s.k_dim = k_dim, s.v_dim = v_dim, s.n_threads = n_threads;
   }
   Address address() const { return reinterpret_cast<Address>(&s); }
-  void set_table(Address pool, Address block, Address length, Address first_row, int columns, int layer_stride,
-                 int head_stride) {
+  void set_table(Address pool, Address block, Address length, Address first_row, int rows, int columns,
+                 int layer_stride, int head_stride) {
     s.table = {pointer<uint8_t>(pool), pointer<int32_t>(block), pointer<int32_t>(length), pointer<int32_t>(first_row),
                columns, layer_stride, head_stride};
+    spans.reset(new Span[size_t(rows) * size_t(columns)]);
+    known_rows.assign(rows, 0);
+    s.spans = spans.get(), s.known_rows = known_rows.data();
   }
   void set_rows(Address query_start, Address positions, int n_seqs, int n_tokens) {
     s.query_start = pointer<int32_t>(query_start), s.positions = pointer<int32_t>(positions);

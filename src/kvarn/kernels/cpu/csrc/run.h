@@ -16,12 +16,19 @@ struct Job {
   int n_tiles;
 };
 
-inline Tile make_tile(const Step& s, const AttendCall& c, const Shape& h, int seq, int head, int token, int end) {
+// KV heads that go together for n_tokens query tokens of one sequence.
+INLINE int heads_together(const Step& s, const Shape& h, int n_tokens) {
+  if (s.table.head_stride != 0) return 1;
+  return imin(s.kv_heads, imax(1, h.tile_tokens / n_tokens));
+}
+
+inline Tile make_tile(const Step& s, const AttendCall& c, const Shape& h, int seq, int head, int n_heads, int token, int end) {
   Tile t{};
-  t.seq = seq, t.head = head, t.token = token;
-  t.row = s.table.first_row[seq] + c.layer * s.table.layer_stride + head * s.table.head_stride;
+  t.seq = seq, t.head = head, t.n_heads = n_heads, t.token = token;
+  t.row = table_row(s, seq, c.layer, head);
   t.n_tokens = imin(h.tile_tokens, end - token);
-  t.n_rows = t.n_tokens * h.group;
+  t.head_rows = t.n_tokens * h.group;
+  t.n_rows = t.head_rows * n_heads;
   t.first_position = t.last_position = s.positions[token];
   for (int i = 1; i < t.n_tokens; i++) {
     t.first_position = imin(t.first_position, s.positions[token + i]);
@@ -34,22 +41,30 @@ INLINE int count_splits(const Step& s, const Shape& h, const Tile& t) {
   return (s.table.length[t.row] + h.columns - 1) / h.columns;
 }
 
+// Calls body(sequence, head, heads, first token, end of the sequence's tokens) for every tile of a step. Late tiles see
+// more keys, so they stand first: the last items of a call are small ones.
+template <class F>
+INLINE void each_tile(const Step& s, const Shape& h, F body) {
+  for (int i = s.n_seqs - 1; i >= 0; i--) {
+    const int begin = s.query_start[i], end = s.query_start[i + 1];
+    for (int k = (end - begin + h.tile_tokens - 1) / h.tile_tokens - 1; k >= 0; k--) {
+      const int token = begin + k * h.tile_tokens, together = heads_together(s, h, imin(h.tile_tokens, end - token));
+      for (int head = 0; head < s.kv_heads; head += together) body(i, head, imin(together, s.kv_heads - head), token, end);
+    }
+  }
+}
+
 inline int count_tiles(const Step& s, const Shape& h) {
   int n = 0;
-  for (int i = 0; i < s.n_seqs; i++)
-    n += (s.query_start[i + 1] - s.query_start[i] + h.tile_tokens - 1) / h.tile_tokens * s.kv_heads;
+  each_tile(s, h, [&](int, int, int, int, int) { n++; });
   return n;
 }
 
-// Late tiles see more keys, so they stand first: the last items of a call are small ones.
 inline void cut_tiles(const Step& s, const AttendCall& c, const Shape& h, Tile* out) {
   int n = 0;
-  for (int i = s.n_seqs - 1; i >= 0; i--) {
-    int begin = s.query_start[i], span = s.query_start[i + 1] - begin;
-    for (int k = (span + h.tile_tokens - 1) / h.tile_tokens - 1; k >= 0; k--)
-      for (int head = 0; head < s.kv_heads; head++)
-        out[n++] = make_tile(s, c, h, i, head, begin + k * h.tile_tokens, begin + span);
-  }
+  each_tile(s, h, [&](int seq, int head, int heads, int token, int end) {
+    out[n++] = make_tile(s, c, h, seq, head, heads, token, end);
+  });
 }
 
 inline Partial partial_at(const Job& j, int item) {
@@ -60,7 +75,8 @@ inline Partial partial_at(const Job& j, int item) {
 // One tile, all its splits in order.
 inline void run_tile(int index, void* context) {
   const Job& j = *static_cast<Job*>(context);
-  const Tile& t = j.tiles[index];
+  Tile t = j.tiles[index];
+  t.walked = true;
   thread_scratch.reset(work_bytes(*j.step, j.shape));
   Work w = take_work(thread_scratch, *j.step, j.shape);
   Partial total = take_partial(thread_scratch, j.shape), part = take_partial(thread_scratch, j.shape);
@@ -92,8 +108,9 @@ inline void run_split(int item, void* context) {
   finish(*j.step, *j.call, j.shape, t, total);
 }
 
-// Few tiles of long sequences are split over threads; many tiles are not. The sums are the same either way.
+// Tiles of long sequences are split over threads unless there are enough of them to share. The sums are the same either way.
 inline void run_attend(const Step& s, const AttendCall& c) {
+  find_spans(s, c.layer);
   Job j{};
   j.step = &s, j.call = &c, j.shape = shape_of(s, c);
   j.n_tiles = count_tiles(s, j.shape);
@@ -103,9 +120,12 @@ inline void run_attend(const Step& s, const AttendCall& c) {
   call_scratch.reset(head_bytes);
   j.tiles = call_scratch.take<Tile>(j.n_tiles);
   cut_tiles(s, c, j.shape, j.tiles);
-  int n_items = 0;
-  for (int i = 0; i < j.n_tiles; i++) n_items += imax(1, count_splits(s, j.shape, j.tiles[i]));
-  if (s.n_threads <= 1 || n_items == j.n_tiles || j.n_tiles >= 4 * s.n_threads) {
+  int n_items = 0, longest = 0;
+  for (int i = 0; i < j.n_tiles; i++) {
+    const int splits = imax(1, count_splits(s, j.shape, j.tiles[i]));
+    n_items += splits, longest = imax(longest, splits);
+  }
+  if (s.n_threads <= 1 || n_items == j.n_tiles || longest <= n_items / (4 * s.n_threads)) {
     parallel_for(j.n_tiles, s.n_threads, run_tile, &j);
     return;
   }

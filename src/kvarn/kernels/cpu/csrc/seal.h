@@ -88,7 +88,7 @@ inline void run_mass_item(int item, void* context) {
   float* peak = thread_scratch.take<float>(h.rows);
   float* mass = j.call->mass + (int64_t(seq) * s.kv_heads + head) * s.table.columns * h.block;
   for (int token = s.query_start[seq]; token < s.query_start[seq + 1]; token += h.tile_tokens) {
-    Tile t = make_tile(s, c, h, seq, head, token, s.query_start[seq + 1]);
+    Tile t = make_tile(s, c, h, seq, head, 1, token, s.query_start[seq + 1]);
     const int begin = split * h.columns, end = imin(begin + h.columns, s.table.length[t.row]);
     if (begin >= end) return;
     stage_queries(s, c, h, t, w);
@@ -106,6 +106,7 @@ inline void run_mass_item(int item, void* context) {
 }
 
 inline void run_mass(const Step& s, const MassCall& c) {
+  find_spans(s, c.attend.layer);
   MassJob j{&s, &c, shape_of(s, c.attend), 0};
   j.max_splits = (s.table.columns + j.shape.columns - 1) / j.shape.columns;
   parallel_for(s.n_seqs * s.kv_heads * j.max_splits, s.n_threads, run_mass_item, &j);

@@ -17,7 +17,7 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 constexpr bool kHasDot = true;
 #else
 constexpr bool kHasDot = false;
@@ -240,10 +240,16 @@ INLINE void store_vf(void* p, int64_t i, int dtype, vf x) {
 }
 
 // exp with a relative error under 2 ulp: 2^n * p(r), |r| <= ln2 / 2, p by the Cephes coefficients (expf, S. Moshier).
+// 0 below -87.
 INLINE vf vexp(vf x) {
+#if defined(__AVX512F__)
+  x = vmin(splat(88.0f), x);  // in this order a NaN stays one
+  vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
   vf in = x;
   x = vmax(vmin(x, splat(88.0f)), splat(-88.0f));
   vf n = fma(x, splat(1.44269504088896341f), splat(12582912.0f)) - 12582912.0f;  // round by the magic 1.5 * 2^23
+#endif
   vf r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   vf p = splat(1.9875691500e-4f);
@@ -253,8 +259,13 @@ INLINE vf vexp(vf x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
+#if defined(__AVX512F__)
+  __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLE_UQ);
+  return (vf)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
+#else
   vi power = (__builtin_convertvector(n, vi) + 127) << 23;
   return in > -87.0f ? p * (vf)power : vf{};
+#endif
 }
 INLINE float exp1(float x) { return vexp(splat(x))[0]; }
 

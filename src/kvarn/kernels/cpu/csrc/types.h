@@ -42,12 +42,19 @@ struct Table {
   int columns, layer_stride, head_stride;
 };
 
+struct Span {  // positions that a block's slots hold
+  int32_t low, high;  // oldest and newest; high -1: none
+  int32_t holes;      // 1: some slot holds nothing
+};
+
 struct Step {
   Pool pools[kMaxPools];
   int n_pools;
   Table table;
   const int32_t* query_start;  // [S + 1]
   const int32_t* positions;    // [T]
+  Span* spans;                 // [R, C], of the rows that known_rows [R] marks: found at the first call that needs them
+  uint8_t* known_rows;
   int n_seqs, n_tokens;
   int kv_heads, k_dim, v_dim;
   const int64_t* slots;  // [T, L', H'] or null
