@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvarn.core.errors import KvarnError
 UNIT = "tokens/s"
 WARM_UP = Case("warm-up", 1, 16, 8, "all")
 LAST_WORDS_BYTES = 500
+NEARLY = 0.9  # one measurement may be off by so much
 # Of cases that hold more tokens the caches of all engines together would not fit into a small machine's memory.
 TOKENS_BESIDE_OTHERS = 16_384
 
@@ -143,9 +144,9 @@ def compare(
     repeats: int,
     progress: Callable[[str], None],
 ) -> Comparison:
-    """Run every case `repeats` times, round by round, each engine once a round; of engines of one family, only the one
-    that was fastest in the first round goes on. In cases of many tokens the processes come and go in each round. An
-    engine that fails is left out of the case, one that does not start of all, with a note."""
+    """Run every case `repeats` times, round by round, each engine once a round; engines that were clearly slower in the
+    first round than another of their family do not go on. In cases of many tokens the processes come and go in each
+    round. An engine that fails is left out of the case, one that does not start of all, with a note."""
     result = Comparison(tuple(cases), tuple(e.name for e in engines))
     with _Workers(model, threads, result, progress) as workers:
         for case in cases:
@@ -161,14 +162,16 @@ def compare(
 
 
 def _go_on(result: Comparison, case: Case, engines: Sequence[Engine], rounds: int) -> list[Engine]:
-    """Of each family the fastest engine that ran in every round so far."""
-    best: dict[str, tuple[float, Engine]] = {}
+    """Those that ran in every round so far and were, in the first, as fast as the fastest of their family or nearly."""
+    first = {
+        engine.name: runs[0]
+        for engine in engines
+        if len(runs := result.runs.get((case.name, engine.name), [])) == rounds
+    }
+    best: dict[str, float] = {}
     for engine in engines:
-        runs = result.runs.get((case.name, engine.name), [])
-        family = engine.family or engine.name
-        if len(runs) == rounds and (family not in best or runs[0] > best[family][0]):
-            best[family] = (runs[0], engine)
-    return [engine for _, engine in best.values()]
+        best[engine.family] = max(best.get(engine.family, 0.0), first.get(engine.name, 0.0))
+    return [e for e in engines if e.name in first and first[e.name] >= NEARLY * best[e.family]]
 
 
 class _Workers:
@@ -225,16 +228,15 @@ class _Workers:
 
 
 def table(result: Comparison) -> Table:
-    """Medians, a line a case; then Kvarn against the best peer."""
+    """Medians, a line an engine; then Kvarn against the best peer."""
     shown = Table(title=f"{UNIT}, medians")
-    shown.add_column("case")
-    for engine in result.engines:
-        shown.add_column(engine, justify="right")
-    shown.add_column("kvarn / best peer", justify="right")
-    ratios = {r["case"]: r["ratio"] for r in result.ratios()}
+    shown.add_column("")
     for case in result.cases:
-        values = [result.median(case.name, e) for e in result.engines]
-        ratio = ratios.get(case.name)
-        cells: Iterable[str] = ("-" if v is None else f"{v:,.1f}" for v in values)
-        shown.add_row(case.name, *cells, "-" if ratio is None else f"{ratio:.2f}")
+        shown.add_column(case.name, justify="right")
+    for engine in result.engines:
+        values = [result.median(case.name, engine) for case in result.cases]
+        shown.add_row(engine, *("-" if v is None else f"{v:,.1f}" for v in values))
+    ratios = {r["case"]: f"{r['ratio']:.2f}" for r in result.ratios()}
+    shown.add_section()
+    shown.add_row("kvarn / best peer", *(ratios.get(case.name, "-") for case in result.cases))
     return shown

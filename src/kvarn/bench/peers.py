@@ -19,14 +19,14 @@ OWN = "kvarn"
 @dataclass(frozen=True, slots=True)
 class Engine:
     """name as shown; command: what runs its worker, without model and threads; options: what follows them. model: a
-    file of its own, where it is measured with another form of the same weights. family: whose it is; one of each is
-    measured in every round. slow_start: takes minutes, so that it stays."""
+    file of its own, where it is measured with another form of the same weights. family: whose it is; of each family the
+    faster ones are measured in every round. slow_start: takes minutes, so that it stays."""
 
     name: str
+    family: str
     command: tuple[str, ...]
     options: tuple[str, ...] = ()
     model: Path | None = None
-    family: str = ""
     slow_start: bool = False
 
     def start(self, model: Path, threads: int) -> list[str]:
@@ -44,7 +44,7 @@ class Found:
 def kvarn(kv: str | None = None, numerics: Numerics = "invariant") -> Engine:
     """Kvarn with its default cache, or with `kv`. Each is a family of its own: all are measured in every round."""
     name = " ".join((OWN, *((kv,) if kv else ()), *((numerics,) if numerics != "invariant" else ())))
-    return Engine(name, (sys.executable, str(WORKERS / "run_kvarn.py")), (numerics, kv or ""), family=name)
+    return Engine(name, name, (sys.executable, str(WORKERS / "run_kvarn.py")), (numerics, kv or ""))
 
 
 def find_peers(folder: Path, model: Path) -> Found:
@@ -82,10 +82,10 @@ def _with_both_files(
     """Every form of the cache with the model's file, then with a Q4_0 file. Raises KvarnError where that cannot be
     made."""
     for cache in caches:
-        yield Engine(f"{family} {cache}", worker, (cache,), family=family)
+        yield Engine(f"{family} {cache}", family, worker, (cache,))
     other = q4_0_file(model, folder / "llama.cpp", folder / "models")
     for cache in caches:
-        yield Engine(f"{family} {cache}, Q4_0 file", worker, (cache,), other, family=family)
+        yield Engine(f"{family} {cache}, Q4_0 file", family, worker, (cache,), other)
 
 
 def _vllm(folder: Path, model: Path) -> Iterator[Engine]:
@@ -93,7 +93,7 @@ def _vllm(folder: Path, model: Path) -> Iterator[Engine]:
         raise KvarnError(f"vLLM: not installed in {folder / 'vllm'}", fixes=("make peers",))
     worker = (str(folder / "vllm" / "bin" / "python"), str(WORKERS / "run_vllm.py"))
     weights = hf_directory(model, folder / "models")
-    yield Engine("vllm bf16", worker, (str(weights),), family="vllm", slow_start=True)
+    yield Engine("vllm bf16", "vllm", worker, (str(weights),), slow_start=True)
 
 
 def _transformers(folder: Path, model: Path) -> Iterator[Engine]:
@@ -102,7 +102,7 @@ def _transformers(folder: Path, model: Path) -> Iterator[Engine]:
     worker = (sys.executable, str(WORKERS / "run_transformers.py"))
     weights = hf_directory(model, folder / "models")
     for attention in ("sdpa", "eager"):
-        yield Engine(f"transformers bf16 {attention}", worker, (str(weights), attention), family="transformers")
+        yield Engine(f"transformers bf16 {attention}", "transformers", worker, (str(weights), attention))
 
 
 def is_installed(venv: Path, package: str) -> bool:

@@ -49,6 +49,7 @@ def sweep(
     threads: int,
     progress: Progress,
     numerics: Sequence[Numerics] = ("invariant",),
+    weights: str = "native",
 ) -> list[Figure]:
     """Every case with every cache and every numerics, which take turns in each round."""
     longest = context_for(max(c.prompt_tokens + c.output_tokens for c in cases))
@@ -61,6 +62,7 @@ def sweep(
             model,
             threads=threads,
             kv=kv,
+            weights=weights,
             numerics=how,
             max_seqs=most,
             context_tokens=longest,

@@ -37,6 +37,7 @@ def numbers(text: str) -> list[int]:
 @click.command("engine")
 @click.argument("model", required=False)
 @click.option("--kv", "formats", multiple=True, help="Measure this cache too (repeat for more), e.g. int8, int4.")
+@click.option("--weights", default="native", show_default=True, metavar="KIND", help="See kvarn run.")
 @click.option(
     "--numerics",
     type=click.Choice([*WAYS]),
@@ -58,6 +59,7 @@ def numbers(text: str) -> list[int]:
 def COMMAND(
     model: str | None,
     formats: tuple[str, ...],
+    weights: str,
     numerics: str,
     depths: str,
     batches: str,
@@ -71,9 +73,9 @@ def COMMAND(
     files, threads = resolve(model or default_name()), threads or usable_cores()
     about, cases = machine(threads), engine_cases(numbers(depths), numbers(batches))
     with Console(stderr=True).status("starting") as status:
-        figures = sweep(files, (None, *formats), cases, repeats, threads, status.update, WAYS[numerics])
+        figures = sweep(files, (None, *formats), cases, repeats, threads, status.update, WAYS[numerics], weights)
         shortest = min((f for f in figures if f.case.counted == "decode"), key=lambda f: f.case.prompt_tokens)
-        llm = LLM(files, threads=threads, max_seqs=1, context_tokens=64)
+        llm = LLM(files, threads=threads, weights=weights, max_seqs=1, context_tokens=64)
         reached = roofline(llm, shortest.case.streams, shortest.case.prompt_tokens, 1 / shortest.value, threads)
     report = _as_dict(figures, about, reached.line())
     if json_path is not None and str(json_path) != "-":

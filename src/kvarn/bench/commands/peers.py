@@ -55,8 +55,8 @@ def COMMAND(
     model, prompts, lengths and threads; repetitions interleaved, medians, and Kvarn's ratio to the best peer.
 
     llama.cpp and OpenVINO run with two forms of their cache, on the GGUF file and on a Q4_0 file made from it by
-    llama.cpp's own llama-quantize; vLLM and transformers on its numbers in bfloat16. Of each peer's forms, the one that
-    is fastest in a case's first round runs in the others too, and counts.
+    llama.cpp's own llama-quantize; vLLM and transformers on its numbers in bfloat16. A peer's forms that are clearly
+    slower than its best in a case's first round are left out of the others; the best one counts.
     """
     path = resolve(model or default_name()).path
     if not path.is_file():
