@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--caches", required=True, help="policies, with semicolons between them; full comes first")
     parser.add_argument("--tasks", default="needle,recall")
     parser.add_argument("--lengths", type=lambda t: tuple(map(int, t.split(","))), default=(4096,))
+    parser.add_argument("--depths", type=lambda t: tuple(map(float, t.split(","))), default=Settings("").depths)
     parser.add_argument("--cases", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -196,7 +197,9 @@ def main() -> None:
     choices = {c.text: policy_of(c) for c in parse_choices(f"full; {asked.caches}")}
     query_tokens = max(p.query_tokens for p in choices.values() if p is not None)
     bench = Bench(max(asked.lengths), query_tokens)
-    settings = Settings(text=shipped_text(), lengths=asked.lengths, cases=asked.cases, seed=asked.seed)
+    settings = Settings(
+        text=shipped_text(), lengths=asked.lengths, depths=asked.depths, cases=asked.cases, seed=asked.seed
+    )
     kinds = {
         ("needle", ""): needle.questions(bench.tokenizer, settings),
         ("recall", "kv_"): recall._each(bench.tokenizer, settings, recall.key_value),
