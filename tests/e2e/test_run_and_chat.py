@@ -61,6 +61,10 @@ def test_json_has_exactly_what_was_promised(model: str, capsys: pytest.CaptureFi
     assert kv["physical_bytes_peak"] == kv["blocks_peak"] * 32 * kv["bytes_per_token"]
     assert 0 < kv["utilisation"] <= 1
     assert {"logical_bytes", "reserved_bytes"} <= set(kv)
+    reads = told["decode_reads"]
+    assert reads["step_bytes"] == reads["weight_bytes"] + reads["cache_bytes"] and reads["weight_bytes"] > 0
+    assert 0 < reads["cache_bytes"] <= kv["physical_bytes_peak"]
+    assert (reads["share"] is None) == (reads["read_bytes_per_s"] is None)
 
 
 def test_text_is_streamed_and_equals_the_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
