@@ -18,6 +18,7 @@ from kvarn.core.options import CachePlan, EngineOptions
 from kvarn.core.specs import LayerSpec, share_layers
 from kvarn.engine.computing import Cache
 from kvarn.engine.engine import Engine
+from kvarn.engine.pacing import Pace
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.step_plan import SchedulerConfig
 from kvarn.engine.verify import Verifier
@@ -37,10 +38,11 @@ from kvarn.text import Tokenizer, load_tokenizer
 
 log = logging.getLogger("kvarn.engine")
 
-# A decode row costs about what two prefill rows cost, so a step that carries these beside its decodes takes at most
-# about three times as long as one that only decodes.
-BESIDE_DECODES_TOKENS = 32
-PREFILL_PER_DECODE = 2
+# A step with prompt tokens may take three times what its decoding rows take alone; aimed at less, since they vary.
+MOST_SLOWDOWN = 2.4
+# Until it is known what these cost, few of them.
+BESIDE_DECODES_TOKENS = 8
+PREFILL_PER_DECODE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,14 @@ def assemble(
     cache = _cache(plan, model, backend, options, emit, model_id if shares else None)
     policy = policy_of(CacheParams(policy=options.policy))
     verifier = _verifier(model, tokenizer, backend, options, plan)
-    engine = Engine(model, tokenizer, cache, Scheduler(scheduler_config, cache), policy=policy, verifier=verifier)
+    engine = Engine(
+        model,
+        tokenizer,
+        cache,
+        Scheduler(scheduler_config, cache, Pace(MOST_SLOWDOWN)),
+        policy=policy,
+        verifier=verifier,
+    )
     return Parts(model, tokenizer, plan, engine)
 
 

@@ -186,6 +186,8 @@ class Engine:
                 self._compute(plan.rows)
             finally:
                 self._recount()
+            if self.scheduler.pace is not None and not self._failures:
+                self.scheduler.pace.note(plan.rows, self._clock() - begun)
         return self._result(plan, begun)
 
     def _compute(self, rows: Sequence[Row]) -> None:

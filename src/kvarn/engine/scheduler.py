@@ -42,11 +42,19 @@ class Scheduler(Sequences):
         for seq in self._running.copy():
             if seq.phase is Phase.RUNNING and len(seq.tokens) - seq.computed_tokens == 1 and step.left_tokens:
                 self._give(seq, 1, step)
-        if step.rows and self.config.beside_decodes_tokens is not None:
-            beside = self.config.beside_decodes_tokens + self.config.prefill_per_decode * len(step.rows)
-            step.left_tokens = min(step.left_tokens, beside)
+        if step.rows:
+            step.left_tokens = min(step.left_tokens, self._beside_tokens(len(step.rows), step.left_tokens))
         self._prefill(step)
         return step.done(len(self._waiting))
+
+    def _beside_tokens(self, decodes: int, most: int) -> int:
+        """Prompt tokens beside so many rows that decode: as the pace says, or the configuration until it knows."""
+        if self.config.beside_decodes_tokens is None:
+            return most
+        learned = self.pace.tokens(decodes) if self.pace is not None else None
+        if learned is not None:
+            return learned
+        return self.config.beside_decodes_tokens + self.config.prefill_per_decode * decodes
 
     def _expire(self, step: StepDraft) -> None:
         while self._deadlines and self._deadlines[0][0] <= step.now_s:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvarn.core.ledger import CacheLedger
 from kvarn.engine.fitting import check_fits
+from kvarn.engine.pacing import Pace
 from kvarn.engine.reasons import AwaitsParent, Behind, Repeats, WaitReason
 from kvarn.engine.running import RunningList
 from kvarn.engine.sequence import Entry, Phase, Sequence
@@ -19,8 +20,9 @@ from kvarn.engine.waiting import WaitingQueue
 class Sequences:
     """Requests come, advance, fork and go."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheLedger) -> None:
-        self.config, self._cache = config, cache
+    def __init__(self, config: SchedulerConfig, cache: CacheLedger, pace: Pace | None = None) -> None:
+        """pace: learns how many prompt tokens a step may carry beside rows that decode; None: as configured."""
+        self.config, self._cache, self.pace = config, cache, pace
         self._seqs: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running = RunningList()
