@@ -19,6 +19,7 @@ from kvarn.core.formats import format_names, parse_kv_format
 from kvarn.kernels.api import AttendParams, PoolView, StepRows, TableView
 from kvarn.kernels.cpu import _native
 from kvarn.kernels.cpu.backend import CpuBackend
+from kvarn.kernels.pages import ask_for_large_pages
 
 PROBE_BYTES = 256 << 20
 
@@ -28,7 +29,9 @@ def pool_of(name: str, n_blocks: int, layers: int, heads: int, dim: int, block_s
     fmt = parse_kv_format(name)
     shape = (n_blocks, layers, heads)
     layouts = fmt.k.k_layout(dim, block_size), fmt.v.v_layout(dim, block_size)
-    k, v = (tuple(torch.zeros((*shape, *t.shape), dtype=getattr(torch, t.dtype)) for t in side) for side in layouts)
+    k, v = (tuple(torch.empty((*shape, *t.shape), dtype=getattr(torch, t.dtype)) for t in side) for side in layouts)
+    for tensor in (*k, *v):
+        ask_for_large_pages(tensor)  # as the engine's pools do
     return PoolView(fmt, block_size, k, v, torch.zeros((n_blocks, block_size), dtype=torch.int32))
 
 

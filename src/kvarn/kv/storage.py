@@ -8,6 +8,7 @@ from torch import Tensor
 from kvarn.core.formats import TensorLayout, parse_kv_format
 from kvarn.core.options import GroupPlan, PoolPlan
 from kvarn.kernels.api import PoolView
+from kvarn.kernels.pages import ask_for_large_pages
 from kvarn.kv.pool import BlockPool
 
 
@@ -36,6 +37,7 @@ class PoolStorage:
     ) -> Tensor:
         """One tensor [N, 1 or L, 1 or H, *shape], seen as [N, L, H, *shape] with stride 0 where a block has no axis."""
         tensor = torch.empty((*held, *layout.shape), dtype=getattr(torch, layout.dtype), device=device)
+        ask_for_large_pages(tensor)
         self._held.append(tensor)
         return tensor.expand(held[0], layers, heads, *layout.shape)
 
