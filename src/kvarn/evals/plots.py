@@ -15,6 +15,7 @@ from kvarn.evals.summary import ChoiceSummary, Key, shown_columns, summaries
 MARKERS = "osD^vP*X<>hp"
 FORMS = ("seen", "unseen")
 LEAST_SPAN = 0.05  # of the value shown: differences below it should look small
+MOST_RISE = 0.05  # of perplexity: what is worse stands at the upper edge with its number, so that the others lie apart
 MOST_CELLS = 60  # of a map: more of them would be too small for a number
 
 
@@ -68,18 +69,22 @@ def _scatter(
     fig = figure.Figure(figsize=(9, 4.8), layout="constrained")
     axes = fig.subplots()
     key, ring = quality or ("", ""), None
-    for index, choice in enumerate(found):
-        if (y := choice.values.get(key)) is None:
-            continue
-        x, marker = getattr(choice, field), MARKERS[index % len(MARKERS)]
+    values = [choice.values[key] for choice in found if key in choice.values]
+    ceiling = values[0] * (1 + MOST_RISE) if values and key[1].startswith("perplexity") else float("inf")
+    for index, choice in enumerate(c for c in found if key in c.values):
+        x, value, marker = getattr(choice, field), choice.values[key], MARKERS[index % len(MARKERS)]
+        y = min(value, ceiling)
         axes.plot(x, y, marker, color=f"C{index % 10}", markersize=9, label=choice.cache)
+        if value > ceiling:
+            axes.annotate(
+                f"{value:,.4g} \u2191", (x, y), (8, 0), textcoords="offset points", va="center", fontsize="small"
+            )
         if choice.cache == best:
             ring = (x, y)
     if ring is not None:
         axes.plot(*ring, "o", markersize=16, fillstyle="none", color="black", label="recommended")
-    values = [choice.values[key] for choice in found if key in choice.values]
     if values:
-        _quality_axis(axes, key, values, most_rise)
+        _quality_axis(axes, key, [min(v, ceiling) for v in values], most_rise)
     axes.set(xlabel=label, xlim=(0, None))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.3)
@@ -88,7 +93,7 @@ def _scatter(
 
 
 def _quality_axis(axes: Any, key: Key, values: Sequence[float], most_rise: float | None) -> None:
-    """Label, scale and span of the axis that shows quality; the first value is the full cache's."""
+    """Label and span of the axis that shows quality; the first value is the full cache's."""
     task, metric = key
     label = f"{task}: {metric.replace('_', ' ')}"
     if not metric.startswith("perplexity"):
@@ -97,10 +102,6 @@ def _quality_axis(axes: Any, key: Key, values: Sequence[float], most_rise: float
     if most_rise is not None:
         axes.axhline(values[0] * (1 + most_rise), linestyle="--", linewidth=1, color="gray", label=f"+{most_rise:.1%}")
     low, high = min(values), max(values)
-    if high > 3 * low:
-        axes.set_yscale("log")
-        axes.set_ylabel(f"{label} (log); lower is better")
-        return
     axes.set_ylabel(f"{label}; lower is better")
     around = max(1.1 * (high - low), LEAST_SPAN * low) / 2
     axes.set_ylim((low + high) / 2 - around, (low + high) / 2 + around)
