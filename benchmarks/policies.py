@@ -6,12 +6,14 @@ Measures what `kvarn eval --tasks needle,recall` does choice by choice. Each con
 that any policy may ask for; then the sequence is forked for each choice, the choice's policy decides, and question and
 answer go through what it left, in steps that end with a block. The question's tokens then follow the context, for the
 form in which policies saw it. Rows are as `kvarn eval` writes them, but for the decode speed, which is 0.
+Printed beside them: how long a policy takes to decide over the whole context and to act on it.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,7 +96,9 @@ class Bench:
         state.policy, state.prompt_tokens, state.decided_blocks = policy, state.length, -1
         wants = policy is not None and Signal.RECENT_QUERIES in policy.signals
         state.rings = tuple(newest(r, policy.query_tokens) if wants and policy else None for r in state.rings)
+        begun = time.perf_counter()
         self._decide()
+        decision_s = time.perf_counter() - begun
         hidden, at = [last[None]], 0
         while at < len(replayed):
             n = min(BLOCK - state.length % BLOCK, len(replayed) - at)
@@ -108,7 +112,8 @@ class Bench:
         held, length = self._cache.sequence_bytes(CHILD)[0], state.length
         self._cache.release(CHILD)
         chosen = lines.gather(1, wanted[:, None])[:, 0]
-        return Answer(float(chosen.double().mean()), bool((lines.argmax(-1) == wanted).all()), held, length)
+        exact = bool((lines.argmax(-1) == wanted).all())
+        return Answer(float(chosen.double().mean()), exact, held, length, decision_s)
 
     def _decide(self) -> None:
         if decision := self._cache.decide(CHILD):
@@ -121,10 +126,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class Answer:
+    """logprob: mean of the answer's tokens. held_bytes, tokens: at its end. decision_s: of the first decision, by which
+    the whole context is cut."""
+
     logprob: float
     exact: bool
     held_bytes: int
     tokens: int
+    decision_s: float
 
 
 def newest(ring: QueryRing | None, w: int) -> QueryRing | None:
@@ -221,7 +230,9 @@ def main() -> None:
         results.add(rows)
         for name in choices:
             told = {r.metric: r.value for r in rows if r.cache == name and not r.detail}
-            print(f"{name}: " + ", ".join(f"{m} {v:.3f}" for m, v in told.items()), flush=True)
+            decision_s = statistics.median(a.decision_s for _, a in found[name])
+            scores = ", ".join(f"{m} {v:.3f}" for m, v in told.items())
+            print(f"{name}: {scores}, decision {1e3 * decision_s:.0f} ms", flush=True)
 
 
 if __name__ == "__main__":
