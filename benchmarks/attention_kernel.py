@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvarn.core.formats import format_names, parse_kv_format
+from kvarn.kernels._pages import ask_for_large_pages
 from kvarn.kernels.api import AttendParams, PoolView, StepRows, TableView
 from kvarn.kernels.cpu import _native
 from kvarn.kernels.cpu.backend import CpuBackend
-from kvarn.kernels.pages import ask_for_large_pages
 
 PROBE_BYTES = 256 << 20
 

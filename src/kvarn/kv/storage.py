@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvarn.core.formats import TensorLayout, parse_kv_format
 from kvarn.core.options import GroupPlan, PoolPlan
+from kvarn.kernels._pages import ask_for_large_pages
 from kvarn.kernels.api import PoolView
-from kvarn.kernels.pages import ask_for_large_pages
 from kvarn.kv.pool import BlockPool
 
 

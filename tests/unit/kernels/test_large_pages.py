@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvarn.kernels.pages import PAGE_BYTES, ask_for_large_pages
+from kvarn.kernels._pages import PAGE_BYTES, ask_for_large_pages
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
