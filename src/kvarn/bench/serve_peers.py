@@ -75,6 +75,7 @@ def _vllm(asked: Asked, port: int, folder: Path) -> str:
     command = ["env", f"VLLM_CPU_OMP_THREADS_BIND={cores}", f"VLLM_CPU_KVCACHE_SPACE={VLLM_CACHE_GIB}"]
     command += [folder / "vllm" / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server", "--model", weights]
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16"]
+    command += ["--enable-prompt-tokens-details"]  # else its answers do not say what was cached
     return _line([*command, "--max-model-len", asked.context_tokens, "--max-num-seqs", asked.users])
 
 
