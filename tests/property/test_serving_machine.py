@@ -3,13 +3,15 @@ far too small. Nothing starves or is ended for want of room, nothing shared is w
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvarn.core.errors import DoesNotFit
+from kvarn.core.errors import DoesNotFit, IncompatiblePlan
 from kvarn.core.options import CachePlan, EngineOptions, GroupPlan, PoolPlan
 from kvarn.core.specs import LayerSpec
 from kvarn.engine.reasons import Expired
@@ -18,6 +20,9 @@ from kvarn.engine.sequence import Entry
 from kvarn.engine.step_plan import SchedulerConfig, StepPlan
 from kvarn.kernels import load_backend
 from kvarn.kv.manager import CacheManager
+from kvarn.kv.policies.base import Budget, Decision, KVPolicy, SequenceView
+from kvarn.kv.policies.window import Window
+from kvarn.kv.settling import SettleIn
 from kvarn.kv.sizing import plan_cache
 from kvarn.kv.step import Span
 
@@ -26,10 +31,37 @@ FULL = LayerSpec(1, 2, 2, 1)
 CONTEXT_TOKENS = 48
 
 
+@dataclass(frozen=True)
+class DropSome(KVPolicy):
+    """Drops single tokens by their position alone; kept ones move together."""
+
+    rewrites: ClassVar[bool] = True
+
+    def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
+        return True
+
+    def decide(self, view: SequenceView) -> Decision | None:
+        keep = tuple(None if g is None else self._keep(g.positions, view.length - BLOCK) for g in view.groups)
+        return Decision(keep, "some")
+
+    def _keep(self, at: np.ndarray, old: int) -> np.ndarray:
+        return (at >= 0) & ((at % 3 != 1) | (at > old))
+
+
+POLICIES: dict[str, KVPolicy] = {
+    "window": Window(budget=Budget(tokens=6)),
+    "sinks": Window(budget=Budget(tokens=5), sinks=3),
+    "settle": SettleIn(format="bfloat16", residual_tokens=0),
+    "settle late": SettleIn(format="bfloat16", residual_tokens=5),
+    "some": DropSome(),
+}
+
+
 def make_plan(
     layers: list[LayerSpec], max_seqs: int, step_tokens: int, residual: int, blocks: int, sealed: str | None
 ) -> CachePlan:
-    """Pools of `blocks` blocks, or fewer where the plan has no use for so many."""
+    """Pools of `blocks` blocks, or fewer where the plan has no use for so many; one in which requests may settle where
+    the engine's own format seals nothing."""
     asked = EngineOptions(
         block_size=BLOCK,
         context_tokens=CONTEXT_TOKENS,
@@ -42,9 +74,10 @@ def make_plan(
     for group in plan.groups:
         (pool,) = group.pools
         pools = (PoolPlan("float32", min(blocks, pool.n_blocks), pool.block_bytes),)
-        if sealed is not None:
-            pools = (*pools, PoolPlan(sealed, min(blocks, pool.n_blocks), pool.block_bytes // 2))
-        groups.append(GroupPlan(group.group, pools, group.grain))
+        tier = sealed is None and group.group.spec.window_tokens is None
+        if sealed is not None or tier:
+            pools = (*pools, PoolPlan(sealed or "bfloat16", min(blocks, pool.n_blocks), pool.block_bytes // 2))
+        groups.append(GroupPlan(group.group, pools, group.grain, int(tier)))
     return replace(plan, groups=tuple(groups))
 
 
@@ -55,7 +88,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_seqs=st.integers(1, 5),
         step_tokens=st.integers(2, 20),
         blocks=st.integers(6, 20),
-        sealed=st.sampled_from([None, None, "float16"]),
+        sealed=st.sampled_from([None, None, "float16", "int8"]),
         residual=st.sampled_from([0, 1, 5]),
         max_preemptions=st.integers(0, 3),
         growth_tokens=st.sampled_from([0, BLOCK]),
@@ -88,8 +121,9 @@ class ServingMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
         deadline_s=st.sampled_from([None, None, None, 1.0]),
         reuse=st.sampled_from([True, True, False]),
+        policy=st.sampled_from([None, None, *POLICIES]),
     )
-    def add(self, head, shared, own, new, children, priority, tenant, deadline_s, reuse) -> None:
+    def add(self, head, shared, own, new, children, priority, tenant, deadline_s, reuse, policy) -> None:
         """Texts that begin alike: with one of three heads."""
         ids = range(self.next_id, self.next_id + 1 + children)
         entry = Entry(
@@ -103,10 +137,14 @@ class ServingMachine(RuleBasedStateMachine):
             namespace=tenant.encode(),
             deadline_s=None if deadline_s is None else self.now_s + deadline_s,
             reuse_prompt=reuse,
+            stepwise=policy is not None,
+            block_tokens=BLOCK,
         )
         try:
+            for seq_id in ids:
+                self.manager.assign(seq_id, POLICIES[policy] if policy else None, len(entry.prompt_ids))
             self.scheduler.add(entry)
-        except DoesNotFit:
+        except (DoesNotFit, IncompatiblePlan):
             return
         self.next_id = ids.stop
         self.living |= dict.fromkeys(ids, entry)
@@ -124,9 +162,9 @@ class ServingMachine(RuleBasedStateMachine):
         del self.living[seq_id]
 
     @precondition(lambda self: getattr(self, "living", None))
-    @rule()
-    def a_step_fails(self) -> None:
-        """The model raises: what was in the step ends."""
+    @rule(data=st.data())
+    def a_step_fails(self, data: st.DataObject) -> None:
+        """The model raises: what is to blame in the step ends, the others run again or are computed anew."""
         plan = self.scheduler.schedule(self.now_s)
         self.ended(plan)
         spans = [Span(r.seq_id, r.start, r.n_tokens) for r in plan.rows]
@@ -134,8 +172,12 @@ class ServingMachine(RuleBasedStateMachine):
             self.manager.begin_step(spans)
             self.manager.abort_step(spans)
         for span in spans:
-            assert self.scheduler.cancel(span.seq_id)
-            del self.living[span.seq_id]
+            what = data.draw(st.sampled_from(["end", "again", "anew"]))
+            if what == "end":
+                assert self.scheduler.cancel(span.seq_id)
+                del self.living[span.seq_id]
+            elif what == "anew":
+                self.scheduler.restart(span.seq_id)
 
     def ended(self, plan: StepPlan) -> None:
         for ended in plan.ended:
@@ -151,8 +193,10 @@ class ServingMachine(RuleBasedStateMachine):
         self.manager.begin_step(spans)
         for span in spans:
             self.check_private(span)
-        for span, text in zip(spans, texts, strict=True):
-            self.manager.commit(span.seq_id, text)
+        for seq_id in self.manager.commit_step(spans, texts):
+            self.manager.come_to_rest(seq_id)
+            if decision := self.manager.decide(seq_id):
+                self.manager.apply(seq_id, decision)
         for row in plan.rows:
             token = (sum(self.scheduler.sequence(row.seq_id).tokens) % 3,)
             self.scheduler.advance(row.seq_id, row.n_tokens, token if row.samples else ())

@@ -39,7 +39,7 @@ from kvarn.text import Tokenizer, load_tokenizer
 log = logging.getLogger("kvarn.engine")
 
 # A step with prompt tokens may take three times what its decoding rows take alone; aimed at less, since they vary.
-MOST_SLOWDOWN = 2.4
+MOST_SLOWDOWN = 2.0
 # Until it is known what these cost, few of them.
 BESIDE_DECODES_TOKENS = 8
 PREFILL_PER_DECODE = 1
