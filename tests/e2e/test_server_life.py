@@ -152,7 +152,7 @@ def test_idle_is_healthy(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failing_step_ends_its_requests_not_the_server(
+def test_a_failing_forward_ends_its_request_not_the_server(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     with client(server) as http:
@@ -161,7 +161,7 @@ def test_a_failing_step_ends_its_requests_not_the_server(
             def broken(*args: Any) -> Any:
                 raise RuntimeError("secret detail")
 
-            patch.setattr(server.engine, "_run", broken)
+            patch.setattr(server.engine.model, "forward", broken)
             response = http.post("/v1/completions", json={**LONG, "stream": stream})
         assert "secret" not in response.text
         error = json.loads(response.text.removeprefix("data: ").partition("\n")[0])["error"]
