@@ -40,9 +40,9 @@ log = logging.getLogger("kvarn.engine")
 
 # A step with prompt tokens may take three times what its decoding rows take alone; aimed at less, since they vary.
 MOST_SLOWDOWN = 2.0
-# Until it is known what these cost, few of them.
-BESIDE_DECODES_TOKENS = 8
-PREFILL_PER_DECODE = 1
+# Short prompts, and all until it is known what they cost: a row that decodes costs about what two of a prompt cost.
+BESIDE_DECODES_TOKENS = 32
+PREFILL_PER_DECODE = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,19 +42,18 @@ class Scheduler(Sequences):
         for seq in self._running.copy():
             if seq.phase is Phase.RUNNING and len(seq.tokens) - seq.computed_tokens == 1 and step.left_tokens:
                 self._give(seq, 1, step)
-        if step.rows:
-            step.left_tokens = min(step.left_tokens, self._beside_tokens(len(step.rows), step.left_tokens))
+        if step.rows and self.config.beside_decodes_tokens is not None:
+            self._limit_prompts(len(step.rows), step)
         self._prefill(step)
         return step.done(len(self._waiting))
 
-    def _beside_tokens(self, decodes: int, most: int) -> int:
-        """Prompt tokens beside so many rows that decode: as the pace says, or the configuration until it knows."""
-        if self.config.beside_decodes_tokens is None:
-            return most
+    def _limit_prompts(self, decodes: int, step: StepDraft) -> None:
+        """Beside so many rows that decode: a fixed number of prompt tokens, and of long prompts no more of them than
+        the pace allows, once it knows."""
+        beside = (self.config.beside_decodes_tokens or 0) + self.config.prefill_per_decode * decodes
         learned = self.pace.tokens(decodes) if self.pace is not None else None
-        if learned is not None:
-            return learned
-        return self.config.beside_decodes_tokens + self.config.prefill_per_decode * decodes
+        step.long_tokens = min(step.left_tokens, beside if learned is None else learned)
+        step.left_tokens = min(step.left_tokens, max(beside, step.long_tokens))
 
     def _expire(self, step: StepDraft) -> None:
         while self._deadlines and self._deadlines[0][0] <= step.now_s:
@@ -68,6 +67,8 @@ class Scheduler(Sequences):
         if not self._grow(seq, start + n_tokens, step):
             return
         step.left_tokens -= n_tokens
+        if step.long_tokens is not None and seq.pending_tokens > self.config.short_tokens:
+            step.long_tokens -= n_tokens
         seq.slots_tokens = max(seq.slots_tokens, start + n_tokens)
         samples = n_tokens == seq.pending_tokens
         children = tuple(seq.children) if samples and seq.children else ()
@@ -140,7 +141,10 @@ class Scheduler(Sequences):
             return pending if pending <= step.left_tokens or not step.rows else 0
         end = seq.entry.chunk_end(seq.computed_tokens)
         most = pending if end is None else end - seq.computed_tokens
-        return min(pending, step.left_tokens, most, self.config.chunk_tokens or pending)
+        left = step.left_tokens
+        if pending > self.config.short_tokens and step.long_tokens is not None:
+            left = min(left, step.long_tokens)
+        return min(pending, left, most, self.config.chunk_tokens or pending)
 
     def _take_turn(self, seq: Sequence, step: StepDraft) -> None:
         if n_tokens := self._chunk(seq, step):

@@ -8,6 +8,7 @@ import pytest
 
 from kvarn.core.errors import DoesNotFit, IncompatiblePlan, InvalidRequest
 from kvarn.core.ledger import NoRoom
+from kvarn.engine.pacing import Pace
 from kvarn.engine.reasons import AwaitsParent, Behind, Expired, NoBlocks, NoBudget, NoSlot, OutOfRoom, RanOut, Stalled
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.sequence import Entry, Phase
@@ -134,6 +135,21 @@ def test_prefill_beside_decodes_grows_with_them():
     run_step(scheduler)
     scheduler.add(entry(2, prompt=80, at=1))
     assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (4, 1), 2: (0, 11)}
+
+
+def test_long_prompts_keep_the_pace_and_short_ones_pass():
+    class Slow(Pace):
+        def tokens(self, decodes: int) -> int | None:
+            return 6
+
+    scheduler, _ = make(step_tokens=100, beside_decodes_tokens=20, short_tokens=10)
+    scheduler.pace = Slow(2.0)
+    scheduler.add(entry(0, prompt=4, new=10))
+    run_step(scheduler)
+    scheduler.add(entry(1, prompt=15, at=1))
+    scheduler.add(entry(2, prompt=9, at=2))
+    assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (0, 6), 2: (0, 9)}
+    assert rows_of(run_step(scheduler))[1] == (6, 9), "what is left is short"
 
 
 @pytest.mark.parametrize("step_tokens", [1, 2, 3, 7, 512])
