@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvarn.kv.group import CacheGroup
+from kvarn.kv.pool import BlockPool
 from kvarn.kv.table import OPEN
 
 Gone = list[tuple[int, int]]  # (pool, block)
@@ -30,14 +31,23 @@ def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> Gone | None:
         sources = np.concatenate([s for p, s, _ in moves if p == pool] or [np.empty(0, np.int64)])
         targets = np.concatenate([t for p, _, t in moves if p == pool] or [np.empty(0, np.int64)])
         gone = np.concatenate([d for p, d in dropped if p == pool] or [np.empty(0, np.int64)])
-        group.pools[pool].empty(gone)
+        ledger = group.pools[pool]
+        gone = gone[_alone(ledger, gone)]
+        ledger.empty(gone)
+        alone = _alone(ledger, sources)
         if sources.size:
             group.backend.move_slots(group.views[pool], torch.from_numpy(sources), torch.from_numpy(targets))
-            group.pools[pool].move(sources, targets)
+            ledger.move(sources[alone], targets[alone])
+            ledger.copy_slots(sources[~alone], targets[~alone])
         if group.poison and pool == OPEN:
-            emptied = np.concatenate((sources, gone[~np.isin(gone, targets)]))
+            emptied = np.concatenate((sources[alone], gone[~np.isin(gone, targets)]))
             group.stores[pool].poison_slots(torch.from_numpy(emptied))
     return _shorten(group, row, keep)
+
+
+def _alone(ledger: BlockPool, slots: np.ndarray) -> np.ndarray:
+    """Which slots lie in blocks of this sequence alone: what others hold too stays as it is for them."""
+    return ledger.refs[slots // ledger.block_size] == 1
 
 
 def drop_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:

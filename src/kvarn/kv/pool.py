@@ -107,6 +107,14 @@ class BlockPool:
             flat[targets] = flat[sources]
             flat[sources] = 0.0
 
+    def copy_slots(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """The target slots, empty so far, hold what the source slots go on holding."""
+        self.flat_positions[targets] = self.flat_positions[sources]
+        self.stored_slots += sources.size
+        if self.mass is not None:
+            flat = self.mass.reshape(-1)
+            flat[targets] = flat[sources]
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """The target blocks, empty so far, hold what the sources hold."""
         self.adopt(self, sources, targets)
