@@ -91,7 +91,11 @@ class Bench:
 
     def answer(self, policy: KVPolicy | None, last: torch.Tensor, replayed: Sequence[int], scored: int) -> Answer:
         """Fork, decide, replay. last: the hidden state after the parent's last token."""
+        parent, groups = self._cache.sequences[PARENT], self._cache.groups
+        parent.policy = None  # else all of its blocks are copied, so that each sequence counts its own attention mass
         assert self._cache.fork(PARENT, CHILD) is None, "the cache holds both sequences"
+        parent.policy = self._collect
+        counted = [None if p.mass is None else p.mass.copy() for g in groups for p in g.pools]
         state = self._cache.sequences[CHILD]
         state.policy, state.prompt_tokens, state.decided_blocks = policy, state.length, -1
         wants = policy is not None and Signal.RECENT_QUERIES in policy.signals
@@ -110,6 +114,11 @@ class Bench:
         lines = torch.log_softmax(logits, -1)
         wanted = torch.tensor(list(replayed)[len(replayed) - scored :])
         held, length = self._cache.sequence_bytes(CHILD)[0], state.length
+        for group in groups:
+            group.settle_mass()
+        for pool, mass in zip((p for g in groups for p in g.pools), counted, strict=True):
+            if pool.mass is not None and mass is not None:
+                pool.mass[...] = mass
         self._cache.release(CHILD)
         chosen = lines.gather(1, wanted[:, None])[:, 0]
         exact = bool((lines.argmax(-1) == wanted).all())
@@ -225,7 +234,8 @@ def main() -> None:
             begun = time.perf_counter()
             for name, pairs in measure(bench, choices, question).items():
                 found[name] += pairs
-            print(f"{task} {prefix}{number}: {time.perf_counter() - begun:.0f} s", flush=True)
+            told = "; ".join(f"{n} {' '.join(f'{a.logprob:.2f}' for a, _ in p[-2:])}" for n, p in found.items())
+            print(f"{task} {prefix}{number}, {time.perf_counter() - begun:.0f} s, unseen and seen: {told}", flush=True)
         rows = rows_of(bench, task, prefix, found, asked.seed)
         results.add(rows)
         for name in choices:
