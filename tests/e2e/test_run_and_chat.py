@@ -14,6 +14,7 @@ import pytest
 
 from kvarn import LLM
 from kvarn.cli._frame import run
+from support.interrupts import hear_interrupts
 from support.models import write_model_directory
 
 FLOATS = ["--weights", "float32", "--kv", "float32"]
@@ -187,7 +188,7 @@ def test_what_a_turn_refuses_leaves_the_conversation(
 @pytest.mark.slow
 def test_ctrl_c_while_an_answer_comes(model: str) -> None:
     command = [sys.executable, "-m", "kvarn", "run", model, "-p", "hi", "--max-tokens", "480", "--ignore-eos"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear_interrupts) as child:
         assert child.stdout is not None
         assert child.stdout.read(1)
         child.send_signal(signal.SIGINT)

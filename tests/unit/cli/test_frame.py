@@ -128,6 +128,7 @@ _frame.main(["x"])
 TALKING = """
 import click
 from kvarn.cli import _frame
+from support.interrupts import hear_interrupts
 @click.command()
 def probe():
     for _ in range(9999):
@@ -139,7 +140,11 @@ _frame.main(["probe"])
 
 def test_ctrl_c_ends_cleanly() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", SLEEPING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLEEPING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
