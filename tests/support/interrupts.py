@@ -1,4 +1,4 @@
-"""Processes that hear Ctrl-C whatever started the tests: a shell's background jobs ignore it, and so do their children."""
+"""Processes that hear Ctrl-C whatever started the tests: background jobs of a shell ignore it, as do their children."""
 
 from __future__ import annotations
 

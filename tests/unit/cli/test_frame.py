@@ -14,6 +14,7 @@ from kvarn import __version__
 from kvarn.cli import _frame
 from kvarn.core.errors import DoesNotFit
 from kvarn.core.registry import names_in
+from support.interrupts import hear_interrupts
 
 COMMANDS = names_in("kvarn.cli")
 
@@ -128,7 +129,6 @@ _frame.main(["x"])
 TALKING = """
 import click
 from kvarn.cli import _frame
-from support.interrupts import hear_interrupts
 @click.command()
 def probe():
     for _ in range(9999):
