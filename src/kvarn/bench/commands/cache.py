@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvarn.bench.commands._options import json_option, plot_option, threads_option
 from kvarn.bench.commands.engine import numbers
 from kvarn.bench.machine import machine
 from kvarn.bench.plots import plot_cache
@@ -26,14 +27,9 @@ from kvarn.planner.hardware import usable_cores
 @click.option("--context", type=click.IntRange(64), default=1024, show_default=True, help="What a request may reach.")
 @click.option("--kv-memory-mib", type=click.IntRange(1), default=192, show_default=True, help="For the mix.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the mix.")
-@click.option("--threads", type=click.IntRange(1), help="Default: the cores there are.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Write all numbers here; - for stdout.",
-)
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a picture here (.svg, .png).")
+@threads_option
+@json_option
+@plot_option
 def COMMAND(
     model: str | None,
     lengths: str,

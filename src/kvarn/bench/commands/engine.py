@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvarn.bench.commands._options import json_option, plot_option, threads_option
 from kvarn.bench.machine import machine
 from kvarn.bench.plots import plot_sweep
 from kvarn.bench.roofline import roofline
@@ -48,14 +49,9 @@ def numbers(text: str) -> list[int]:
 @click.option("--depths", default="32,1024,4096", show_default=True, help="Contexts to decode at, in tokens.")
 @click.option("--batches", default="1,4,16,32", show_default=True, help="Streams at once, at a short context.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Rounds; medians count.")
-@click.option("--threads", type=click.IntRange(1), help="Default: the cores there are.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Write all numbers here; - for stdout.",
-)
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a picture here (.svg, .png).")
+@threads_option
+@json_option
+@plot_option
 def COMMAND(
     model: str | None,
     formats: tuple[str, ...],

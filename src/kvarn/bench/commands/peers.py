@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from kvarn.bench.cases import CASES
+from kvarn.bench.commands._options import json_option
 from kvarn.bench.compare import compare, table
 from kvarn.bench.machine import machine
 from kvarn.bench.peers import find_peers, kvarn
@@ -34,12 +35,7 @@ NAMES = tuple(c.name for c in CASES)
     show_default=True,
     help="Where `make peers` put them.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Write all numbers here; - for stdout.",
-)
+@json_option
 def COMMAND(
     model: str | None,
     names: tuple[str, ...],
