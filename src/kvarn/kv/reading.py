@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvarn.kernels.api import StepRows
+from kvarn.kernels.api import PoolView, StepRows
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.policies.base import GroupView
 from kvarn.kv.pool import EMPTY
 from kvarn.kv.signals import QueryRing
 from kvarn.kv.turning import Turn
+
+DECODED_BLOCKS = 1024  # at a time, so that what is in between stays small
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,23 @@ class TensorReader:
         return self._decoded()[1]
 
     def _decoded(self) -> tuple[Tensor, Tensor]:
-        """k [R, S, D], v [R, S, E] float32."""
-        group, size = self.group, self.group.block_size
-        rows, columns = group.rows_per_seq, int(group.tables.length[group.rows(self.row)].max(initial=0))
-        layers, heads, spec = len(group.layers), group.spec.kv_heads, group.spec
-        k = torch.zeros((rows, columns, size, spec.k_dim))
-        v = torch.zeros((rows, columns, size, spec.v_dim))
-        for offset in range(rows):
-            pools, blocks = group.tables.entries(self.row + offset)
-            for index, view in enumerate(group.views):
-                at = [c for c, p in enumerate(pools) if p == index]
-                if not at:
-                    continue
-                block_k, block_v = group.backend.decode(view, torch.tensor([blocks[c] for c in at]))
-                layer, head = divmod(offset, heads) if group.grain == "head" else (offset, slice(None))
-                if group.grain == "group":
-                    layer = slice(None)
-                assert layers, "a group has layers"
-                picked_k, picked_v = block_k[:, layer, head], block_v[:, layer, head]
-                k[offset, at] = _mean_heads(picked_k, 2).transpose(-1, -2)
-                v[offset, at] = _mean_heads(picked_v, 2)
-        longest = int(group.tables.fill[group.rows(self.row)].max(initial=0))
+        """k [R, S, D], v [R, S, E] float32. Rows that stand for several layers or heads are read as their mean."""
+        group = self.group
+        rows, fill = np.array(group.rows(self.row)), group.tables.fill[group.rows(self.row)]
+        columns = int(group.tables.length[rows].max(initial=0))
+        k = torch.zeros((len(rows), columns, group.block_size, group.spec.k_dim))
+        v = torch.zeros((len(rows), columns, group.block_size, group.spec.v_dim))
+        held = np.arange(columns) < group.tables.length[rows][:, None]
+        for index, view in enumerate(group.views):
+            at, places = np.nonzero(held & (group.tables.pool[rows, :columns] == index))
+            blocks, own = torch.from_numpy(group.tables.block[rows[at], places].astype(np.int64)), own_axes(view)
+            for part, n, c in zip(
+                *(torch.as_tensor(x).split(DECODED_BLOCKS) for x in (blocks, at, places)), strict=True
+            ):
+                if len(part):
+                    block_k, block_v = group.backend.decode(own, part)
+                    k[n, c], v[n, c] = block_k.mean((1, 2)).transpose(-1, -2), block_v.mean((1, 2))
+        longest = int(fill.max(initial=0))
         return k.flatten(1, 2)[:, :longest], v.flatten(1, 2)[:, :longest]
 
     def queries(self) -> Tensor:
@@ -96,7 +94,7 @@ class TensorReader:
     def _row(self, row: int, places: int) -> tuple[Tensor, Tensor]:
         """Positions [places] and keys [places, D] float32 of one row at grain `head`; -1 and 0 where nothing is."""
         group = self.group
-        layer, head = divmod(row, group.spec.kv_heads)
+        assert group.grain == "head", "a block is one layer's and head's"
         pools, blocks = group.tables.entries(self.row + row)
         positions = torch.full((len(blocks), group.block_size), EMPTY, dtype=torch.int32)
         k = torch.zeros((len(blocks), group.block_size, group.spec.k_dim))
@@ -105,7 +103,7 @@ class TensorReader:
             if at:
                 ids = torch.tensor([blocks[c] for c in at])
                 positions[at] = view.positions[ids]
-                k[at] = group.backend.decode(view, ids)[0][:, layer, head].transpose(-1, -2)
+                k[at] = group.backend.decode(own_axes(view), ids)[0][:, 0, 0].transpose(-1, -2)
         k = k.masked_fill(positions[..., None] < 0, 0.0).flatten(0, 1)[:places]
         short = places - len(k)
         padded = torch.nn.functional.pad(positions.flatten()[:places], (0, short), value=EMPTY)
@@ -116,11 +114,14 @@ class TensorReader:
         return self.ring.kept, self.ring
 
 
-def _mean_heads(tensor: Tensor, keep: int) -> Tensor:
-    """[n, ..., a, b] -> [n, a, b]: rows that stand for several layers or heads are read as their mean."""
-    while tensor.dim() > keep + 1:
-        tensor = tensor.mean(1)
-    return tensor
+def own_axes(view: PoolView) -> PoolView:
+    """The pool with one layer or head where its blocks have no such axis (stride 0), so that each number of a block is
+    decoded once."""
+    axes = [a for a in (1, 2) if view.k[0].stride(a) == 0]
+    if not axes:
+        return view
+    one = tuple(slice(0, 1) if a in axes else slice(None) for a in range(3))
+    return replace(view, k=tuple(t[one] for t in view.k), v=tuple(t[one] for t in view.v))
 
 
 def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None, turn: Turn | None = None) -> GroupView:
