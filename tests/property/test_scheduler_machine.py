@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvarn.core.errors import DoesNotFit
 from kvarn.core.ledger import NoRoom
+from kvarn.engine.pacing import Pace
 from kvarn.engine.reasons import Expired
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.sequence import Entry, Phase
@@ -69,6 +70,7 @@ CONFIGS = st.builds(
     step_tokens=st.integers(1, 24),
     context_tokens=st.just(64),
     beside_decodes_tokens=st.none() | st.integers(1, 8),
+    short_tokens=st.integers(1, 8),
     chunk_tokens=st.none() | st.integers(1, 8),
     max_preemptions=st.integers(0, 3),
     growth_tokens=st.integers(0, 8),
@@ -78,11 +80,11 @@ CONFIGS = st.builds(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(config=CONFIGS, n_blocks=st.integers(2, 16), heeds=st.booleans())
-    def begin(self, config: SchedulerConfig, n_blocks: int, heeds: bool) -> None:
+    @initialize(config=CONFIGS, n_blocks=st.integers(2, 16), heeds=st.booleans(), paced=st.booleans())
+    def begin(self, config: SchedulerConfig, n_blocks: int, heeds: bool, paced: bool) -> None:
         self.config = config
         self.ledger = Ledger(n_blocks, heeds)
-        self.scheduler = Scheduler(config, self.ledger)
+        self.scheduler = Scheduler(config, self.ledger, Pace(2.0) if paced else None)
         self.now_s, self.next_id = 0.0, 0
         self.computed: dict[int, int] = {}  # tokens of each living sequence that stand in the cache
         self.generated: dict[int, int] = {}
@@ -169,6 +171,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 1 <= why.times <= self.config.max_preemptions
             if why.seq_id in self.computed:
                 self.computed[why.seq_id] = 0
+        if self.scheduler.pace is not None and plan.rows:
+            self.scheduler.pace.note(plan.rows, 0.001 * (3 + sum(r.n_tokens for r in plan.rows)))
         for row in plan.rows:
             if row.seq_id != cancelled:
                 self.compute(row, cancelled)

@@ -38,9 +38,9 @@ from kvarn.text import Tokenizer, load_tokenizer
 
 log = logging.getLogger("kvarn.engine")
 
-# A step with prompt tokens may take three times what its decoding rows take alone; aimed at less, since they vary.
-MOST_SLOWDOWN = 2.0
-# Short prompts, and all until it is known what they cost: a row that decodes costs about what two of a prompt cost.
+# A step with prompt tokens may take three times what its decoding rows take alone; aimed at less, since steps vary.
+MOST_SLOWDOWN = 2.2
+# Of short prompts: a row that decodes costs about what two of a prompt cost.
 BESIDE_DECODES_TOKENS = 32
 PREFILL_PER_DECODE = 2
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 
 from kvarn.core.ledger import NoRoom
+from kvarn.engine.prices import TokenAllowance
 from kvarn.engine.reasons import (
     Admitted,
     AwaitsProtected,
@@ -48,12 +49,10 @@ class Scheduler(Sequences):
         return step.done(len(self._waiting))
 
     def _limit_prompts(self, decodes: int, step: StepDraft) -> None:
-        """Beside so many rows that decode: a fixed number of prompt tokens, and of long prompts no more of them than
-        the pace allows, once it knows."""
+        """Beside so many rows that decode: short prompts get a fixed number of tokens, long ones their allowance."""
         beside = (self.config.beside_decodes_tokens or 0) + self.config.prefill_per_decode * decodes
-        learned = self.pace.tokens(decodes) if self.pace is not None else None
-        step.long_tokens = min(step.left_tokens, beside if learned is None else learned)
-        step.left_tokens = min(step.left_tokens, max(beside, step.long_tokens))
+        step.short_tokens = min(step.left_tokens, beside)
+        step.allowance = self.pace.allowance(decodes) if self.pace is not None else TokenAllowance(beside)
 
     def _expire(self, step: StepDraft) -> None:
         while self._deadlines and self._deadlines[0][0] <= step.now_s:
@@ -67,8 +66,9 @@ class Scheduler(Sequences):
         if not self._grow(seq, start + n_tokens, step):
             return
         step.left_tokens -= n_tokens
-        if step.long_tokens is not None and seq.pending_tokens > self.config.short_tokens:
-            step.long_tokens -= n_tokens
+        if step.allowance is not None:
+            step.short_tokens -= n_tokens
+            step.allowance.spend(start, n_tokens)
         seq.slots_tokens = max(seq.slots_tokens, start + n_tokens)
         samples = n_tokens == seq.pending_tokens
         children = tuple(seq.children) if samples and seq.children else ()
@@ -141,10 +141,14 @@ class Scheduler(Sequences):
             return pending if pending <= step.left_tokens or not step.rows else 0
         end = seq.entry.chunk_end(seq.computed_tokens)
         most = pending if end is None else end - seq.computed_tokens
-        left = step.left_tokens
-        if pending > self.config.short_tokens and step.long_tokens is not None:
-            left = min(left, step.long_tokens)
-        return min(pending, left, most, self.config.chunk_tokens or pending)
+        return max(0, min(pending, self._left(seq, step), most, self.config.chunk_tokens or pending))
+
+    def _left(self, seq: Sequence, step: StepDraft) -> int:
+        """Tokens of the step that a prompt of its length may have."""
+        if step.allowance is None:
+            return step.left_tokens
+        long = seq.is_long(self.config.short_tokens)
+        return min(step.left_tokens, step.allowance.tokens(seq.computed_tokens) if long else step.short_tokens)
 
     def _take_turn(self, seq: Sequence, step: StepDraft) -> None:
         if n_tokens := self._chunk(seq, step):
@@ -152,11 +156,13 @@ class Scheduler(Sequences):
             self._turns.had(seq, step.now_s)
 
     def _consider(self, seq: Sequence, step: StepDraft) -> bool:
-        """Admit a waiting sequence and give it a first chunk, or keep why not. False: nobody may pass it."""
+        """Admit a waiting sequence and give it a first chunk, or keep why not. False: nobody may pass it. A long prompt
+        that others' pace leaves nothing in this step is admitted all the same, so that short ones can pass it."""
         if seq.protected and self._running and self._running.first.protected:
             seq.note_wait(AwaitsProtected(self._running.first.seq_id))
             return True
-        if not self._chunk(seq, step):
+        paced = step.allowance is not None and step.left_tokens > 0 and seq.is_long(self.config.short_tokens)
+        if not paced and not self._chunk(seq, step):
             step.head_wait = NoBudget(self.config.step_tokens)
             return False
         while (reason := self._admit(seq, step)) is not None and self._yields(seq):
@@ -189,6 +195,7 @@ class Scheduler(Sequences):
         self._waiting.remove(seq)
         seq.level = self._turns.level(seq, step.now_s)
         seq.computed_tokens = seq.slots_tokens = cached
+        seq.uncached_tokens = len(seq.tokens) - cached
         seq.best_tokens = max(seq.best_tokens, cached)
         if seq.cached_tokens is None:
             seq.cached_tokens = cached

@@ -74,6 +74,7 @@ class Sequence:
 
     tokens: prompt and generated. computed_tokens of them stand in the cache; slots_tokens have slots.
     cached_tokens: found in the prefix index when first admitted. best_tokens: most ever computed (charged once).
+    uncached_tokens: had to be computed when it was last admitted.
     level: its priority when it was admitted, with what waiting added. protected: it may not be preempted again.
     """
 
@@ -84,6 +85,7 @@ class Sequence:
     slots_tokens: int = 0
     cached_tokens: int | None = None
     best_tokens: int = 0
+    uncached_tokens: int = 0
     protected: bool = False
     level: int = 0
     parent_id: int | None = None
@@ -99,6 +101,11 @@ class Sequence:
     def pending_tokens(self) -> int:
         """Tokens that are not in the cache yet: 1 while decoding."""
         return len(self.tokens) - self.computed_tokens
+
+    def is_long(self, short_tokens: int) -> bool:
+        """Whether more than short_tokens are to be computed before it decodes, or were when it was admitted."""
+        pending = self.pending_tokens
+        return pending > short_tokens or (pending > 1 and self.uncached_tokens > short_tokens)
 
     @property
     def rank(self) -> Rank:

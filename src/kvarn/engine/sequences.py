@@ -21,7 +21,7 @@ class Sequences:
     """Requests come, advance, fork and go."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheLedger, pace: Pace | None = None) -> None:
-        """pace: learns how many prompt tokens a step may carry beside rows that decode; None: as configured."""
+        """pace: learns how much of long prompts a step may carry beside rows that decode; None: as configured."""
         self.config, self._cache, self.pace = config, cache, pace
         self._seqs: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvarn.core.errors import IncompatiblePlan
+from kvarn.engine.prices import Allowance
 from kvarn.engine.reasons import Admitted, Ended, Preempted, Stalled, WaitReason
 
 
@@ -14,7 +15,8 @@ class SchedulerConfig:
     """step_tokens: token rows of one step at most. beside_decodes_tokens: prefill rows at most in a step that also
     decodes (None: what step_tokens leaves), and prefill_per_decode more for each row that decodes, so that a long
     prompt slows the others' next token by a bounded factor.
-    short_tokens: a prompt that needs no more is not held to the scheduler's pace, which spreads long ones over steps.
+    short_tokens: a prompt of which no more was left to compute when it was admitted is not held to the pace, which
+    spreads long ones over steps.
     chunk_tokens: rows of one sequence a step at most. growth_tokens: what admission leaves free for each running
     sequence to grow. aging_s: a priority that had no turn for so long counts as the next higher one (0: never).
     recompute_all: nothing is cached (`--cache none`): each row starts at token 0 and is never cut, so a step holds at
@@ -68,12 +70,13 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A plan while it is made. left_tokens: rows that it may still take; long_tokens: those of long prompts among them,
-    None for all."""
+    """A plan while it is made. left_tokens: rows that it may still take. Beside rows that decode, short prompts may
+    have short_tokens of them, and long ones what the allowance gives (None: nobody decodes)."""
 
     now_s: float
     left_tokens: int
-    long_tokens: int | None = None
+    short_tokens: int = 0
+    allowance: Allowance | None = None
     rows: dict[int, Row] = field(default_factory=dict)
     admitted: list[Admitted] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)

@@ -7,8 +7,8 @@ import sys
 
 from torch import Tensor
 
-MADV_HUGEPAGE = 14  # linux/mman.h
-PAGE_BYTES = 2 << 20
+MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # linux/mman.h; the second since Linux 5.14
+PAGE_BYTES, SMALL_PAGE_BYTES = 2 << 20, 4 << 10
 
 
 def ask_for_large_pages(tensor: Tensor) -> bool:
@@ -18,8 +18,21 @@ def ask_for_large_pages(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     begin = -(-storage.data_ptr() // PAGE_BYTES) * PAGE_BYTES
     length = (storage.data_ptr() + storage.nbytes()) // PAGE_BYTES * PAGE_BYTES - begin
-    if sys.platform != "linux" or tensor.device.type != "cpu" or length <= 0:
+    return tensor.device.type == "cpu" and _advise(begin, length, MADV_HUGEPAGE)
+
+
+def make_present(tensor: Tensor, begin: int, end: int) -> bool:
+    """Have the system back bytes [begin, end) of a CPU tensor's storage with memory now, whole pages of 4 KiB, without
+    changing what they hold. Other threads may use the tensor meanwhile. Returns whether the system did."""
+    address = tensor.untyped_storage().data_ptr()
+    first = -(-(address + begin) // SMALL_PAGE_BYTES) * SMALL_PAGE_BYTES
+    length = (address + end) // SMALL_PAGE_BYTES * SMALL_PAGE_BYTES - first
+    return tensor.device.type == "cpu" and _advise(first, length, MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, length: int, advice: int) -> bool:
+    if sys.platform != "linux" or length <= 0:
         return False
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise(begin, length, MADV_HUGEPAGE) == 0
+    return madvise(address, length, advice) == 0

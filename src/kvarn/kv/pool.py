@@ -16,8 +16,8 @@ class BlockPool:
     """n_blocks blocks of block_size slots. A block is free (reference count 0) or held.
 
     positions [n_blocks, block_size] int32: the logical position in each slot, EMPTY where it holds nothing.
-    stored_slots: how many slots hold a token. mass [n_blocks, block_size] float32: attention that each slot got, where
-    a policy asked for it.
+    fresh: from this block on, none was ever taken. stored_slots: how many slots hold a token. mass
+    [n_blocks, block_size] float32: attention that each slot got, where a policy asked for it.
     """
 
     def __init__(self, n_blocks: int, block_size: int) -> None:
@@ -26,7 +26,7 @@ class BlockPool:
         self.flat_positions = self.positions.reshape(-1)
         self.refs = np.zeros(n_blocks, dtype=np.int32)
         self._free = list(range(n_blocks - 1, -1, -1))
-        self.stored_slots = 0
+        self.fresh = self.stored_slots = 0
         self.mass: np.ndarray | None = None
 
     @property
@@ -44,8 +44,7 @@ class BlockPool:
         cut = len(self._free) - n
         taken = self._free[cut:][::-1]
         del self._free[cut:]
-        self.refs[taken] = 1
-        return taken
+        return self._took(taken)
 
     def take_run(self, n: int) -> list[int] | None:
         """n free blocks with consecutive ids, first fit; None where there is no such run (contiguous allocation)."""
@@ -55,7 +54,11 @@ class BlockPool:
         taken = list(range(run, run + n))
         gone = set(taken)
         self._free = [b for b in self._free if b not in gone]
+        return self._took(taken)
+
+    def _took(self, taken: list[int]) -> list[int]:
         self.refs[taken] = 1
+        self.fresh = max(self.fresh, max(taken, default=-1) + 1)
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:

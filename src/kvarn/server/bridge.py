@@ -23,6 +23,8 @@ from kvarn.engine.engine import Engine, StepResult
 from kvarn.engine.guide import Guide
 from kvarn.engine.reasons import Ended
 from kvarn.engine.request import RequestState
+from kvarn.kv.ahead import BlocksAhead
+from kvarn.kv.manager import CacheManager
 
 T = TypeVar("T")
 log = logging.getLogger("kvarn.server.engine")
@@ -136,6 +138,7 @@ class EngineThread:
         self._failed_steps = 0
         self._progress_s = time.monotonic()
         self._busy = False
+        self._ahead = BlocksAhead(engine.cache.groups if isinstance(engine.cache, CacheManager) else ())
         self._thread = threading.Thread(target=self._run, name="kvarn-engine", daemon=True)
 
     # -- from outside ---------------------------------------------------------------------------------------------
@@ -193,6 +196,8 @@ class EngineThread:
         self._busy = self._engine.has_work
         if not self._busy:
             self._progress_s = time.monotonic()
+            while self._commands.empty() and self._ahead.fill():
+                pass
         try:
             command = self._commands.get(block=not self._busy)
             self._progress_s = self._progress_s if self._busy else time.monotonic()
@@ -252,6 +257,7 @@ class EngineThread:
             self._after_failure()
             return
         self._failed_steps = 0
+        self._ahead.after_step()
         if result.plan.rows or result.finished or result.deltas:
             self._progress_s = time.monotonic()
         else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kvarn.core.errors import DoesNotFit, IncompatiblePlan, InvalidRequest
 from kvarn.core.ledger import NoRoom
 from kvarn.engine.pacing import Pace
+from kvarn.engine.prices import Allowance, TokenAllowance
 from kvarn.engine.reasons import AwaitsParent, Behind, Expired, NoBlocks, NoBudget, NoSlot, OutOfRoom, RanOut, Stalled
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.sequence import Entry, Phase
@@ -64,7 +66,7 @@ def entry(seq_id: int, prompt: int = 4, new: int = 4, at: float = 0.0, **more) -
     return Entry(seq_id, tuple(range(prompt)), new, at, **more)
 
 
-def make(n_blocks: int = 1000, cached: dict[int, int] | None = None, **config) -> tuple[Scheduler, Ledger]:
+def make(n_blocks: int = 1000, cached: dict[int, int] | None = None, **config: Any) -> tuple[Scheduler, Ledger]:
     ledger = Ledger(n_blocks, cached)
     return Scheduler(SchedulerConfig(**{"growth_tokens": 0} | config), ledger), ledger
 
@@ -137,19 +139,48 @@ def test_prefill_beside_decodes_grows_with_them():
     assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (4, 1), 2: (0, 11)}
 
 
-def test_long_prompts_keep_the_pace_and_short_ones_pass():
-    class Slow(Pace):
-        def tokens(self, decodes: int) -> int | None:
-            return 6
+class Slow(Pace):
+    """So many tokens of long prompts a step."""
 
+    def __init__(self, tokens: int) -> None:
+        super().__init__(2.0)
+        self._tokens = tokens
+
+    def allowance(self, decodes: int) -> Allowance:
+        return TokenAllowance(self._tokens)
+
+
+def test_long_prompts_keep_the_pace_and_short_ones_pass():
     scheduler, _ = make(step_tokens=100, beside_decodes_tokens=20, short_tokens=10)
-    scheduler.pace = Slow(2.0)
+    scheduler.pace = Slow(6)
     scheduler.add(entry(0, prompt=4, new=10))
     run_step(scheduler)
     scheduler.add(entry(1, prompt=15, at=1))
     scheduler.add(entry(2, prompt=9, at=2))
     assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (0, 6), 2: (0, 9)}
-    assert rows_of(run_step(scheduler))[1] == (6, 9), "what is left is short"
+    assert rows_of(run_step(scheduler))[1] == (6, 6), "the end of a long prompt costs more than a short one"
+    assert rows_of(run_step(scheduler))[1] == (12, 3)
+
+
+def test_short_prompts_pass_a_long_one_that_the_pace_leaves_nothing():
+    scheduler, _ = make(step_tokens=100, beside_decodes_tokens=20, short_tokens=10)
+    scheduler.pace = Slow(6)
+    scheduler.add(entry(0, prompt=4, new=10))
+    run_step(scheduler)
+    for seq_id, prompt in ((1, 40), (2, 40), (3, 9)):
+        scheduler.add(entry(seq_id, prompt=prompt, at=seq_id))
+    plan = run_step(scheduler)
+    assert rows_of(plan) == {0: (4, 1), 1: (0, 6), 3: (0, 9)}
+    assert [a.seq_id for a in plan.admitted] == [1, 2, 3]
+
+
+def test_what_was_mostly_found_in_the_cache_is_short():
+    scheduler, _ = make(step_tokens=100, beside_decodes_tokens=20, short_tokens=10, cached={1: 92})
+    scheduler.pace = Slow(0)
+    scheduler.add(entry(0, prompt=4, new=10))
+    run_step(scheduler)
+    scheduler.add(entry(1, prompt=100, at=1))
+    assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (92, 8)}
 
 
 @pytest.mark.parametrize("step_tokens", [1, 2, 3, 7, 512])
