@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvarn.core.errors import IncompatiblePlan, UnknownName
 from kvarn.core.registry import names_in
+from kvarn.kernels._arena import Arena
 from kvarn.kernels.api import Backend, CodeMatrix, Codes
 
 _NATIVE_FIRST = ("cpu", "reference")
@@ -44,13 +45,14 @@ def load_backend(name: str | None = None) -> Backend:
         ) from error
 
 
-def code_matrix(held: Codes, width: int, bias: Tensor | None = None) -> CodeMatrix:
-    """A matrix of codes, in the native kernels' layout where they were built, else as the reference holds it."""
+def code_matrix(held: Codes, width: int, bias: Tensor | None = None, arena: Arena | None = None) -> CodeMatrix:
+    """A matrix of codes, in the native kernels' layout (and then laid into `arena`) where they were built, else as the
+    reference holds it."""
     try:
         made = import_module("kvarn.kernels.cpu.matrix").Matrix
     except ImportError:
-        made = import_module("kvarn.kernels.reference.matrix").Matrix
-    return made(held, width, bias)
+        return import_module("kvarn.kernels.reference.matrix").Matrix(held, width, bias)
+    return made(held, width, bias, arena)
 
 
 def backend_report() -> tuple[BackendReport, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvarn.core.errors import ModelError
+from kvarn.kernels._arena import Arena
 from kvarn.models.weights.base import (
     LinearSpec,
     Product,
@@ -118,13 +119,14 @@ class Loaded:
     def __init__(self, wanted: Wanted, source: TensorSource, kind: WeightKind) -> None:
         self.activations, self._wanted = kind.activations, wanted
         self._ready: dict[Any, Any] = {}
+        arena = Arena()
         linears = sorted(wanted.linears, key=lambda spec: -spec.rows * spec.columns)
         # Tables are the largest; read beside others, what is held only while packing would add up.
         for name, (rows, columns, tied) in wanted.tables.items():
-            self._ready[name] = kind.table(name, (rows, columns), source, tied)
+            self._ready[name] = kind.table(name, (rows, columns), source, tied, arena)
         jobs: dict[Any, Callable[[], Any]] = {}
         for spec in linears:
-            jobs[spec] = lambda spec=spec: kind.linear(spec, source)
+            jobs[spec] = lambda spec=spec: kind.linear(spec, source, arena)
         for name, (size, plus_one) in wanted.norms.items():
             shift = 1.0 if plus_one and not source.norms_include_one else 0.0
             jobs[name] = lambda name=name, size=size, shift=shift: read_vector(name, size, source) + shift

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvarn.kernels._arena import Arena
 from kvarn.kernels.api import Codes
 from kvarn.kernels.cpu import _native
 from kvarn.kernels.cpu.codes import ACTIVATIONS, DTYPES
@@ -16,13 +17,15 @@ TILES_AT_ONCE = 64
 _AS_IS, _NORMED, _GATED = 0, 1, 2
 
 
-def pack(held: Codes) -> Tensor:
+def pack(held: Codes, arena: Arena | None = None) -> Tensor:
     """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product.h. A few
-    tiles at a time, so that a large vocabulary's table is not copied several times on the way."""
+    tiles at a time, so that a large vocabulary's table is not copied several times on the way. arena: where they
+    lie."""
     n_rows, columns = held.codes.shape
     tiles, groups = -(-n_rows // TILE_ROWS), held.scale.shape[1]
     sides = 1 if held.offset is None else 2
-    out = torch.empty((tiles, TILE_ROWS * (columns * held.bits // 8 + 2 * sides * groups)), dtype=torch.uint8)
+    tile_bytes = TILE_ROWS * (columns * held.bits // 8 + 2 * sides * groups)
+    out = (arena or Arena(0)).take(tiles * tile_bytes).view(tiles, tile_bytes)
     for begin in range(0, tiles, TILES_AT_ONCE):
         rows = slice(begin * TILE_ROWS, (begin + TILES_AT_ONCE) * TILE_ROWS)
         offset = None if held.offset is None else held.offset[rows]
@@ -57,12 +60,20 @@ def _whole_tiles(x: Tensor, tiles: int) -> Tensor:
 
 
 class Matrix:
-    """See `kvarn.kernels.api.CodeMatrix`. isa: one of `instruction_sets()`, None for the best."""
+    """See `kvarn.kernels.api.CodeMatrix`. arena: where its bytes lie; None: by themselves. isa: one of
+    `instruction_sets()`, None for the best."""
 
     __slots__ = ("_keep", "_native", "rows", "width")
 
-    def __init__(self, held: Codes, width: int, bias: Tensor | None = None, isa: str | None = None) -> None:
-        data, shift = pack(held), None if bias is None else bias.float().contiguous()
+    def __init__(
+        self,
+        held: Codes,
+        width: int,
+        bias: Tensor | None = None,
+        arena: Arena | None = None,
+        isa: str | None = None,
+    ) -> None:
+        data, shift = pack(held, arena), None if bias is None else bias.float().contiguous()
         self.rows, self.width = held.codes.shape[0], width
         self._keep = (data,) if shift is None else (data, shift)
         self._native = _native.Matrix(

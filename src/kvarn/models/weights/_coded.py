@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvarn.kernels import code_matrix
+from kvarn.kernels._arena import Arena
 from kvarn.kernels.api import Backend, CodeMatrix, Codes
 from kvarn.models.weights._bounds import of_codes
 from kvarn.models.weights._codes import stack
@@ -119,27 +120,30 @@ class CodedKind:
     for_many: Choice | None = None
     activations: torch.dtype = torch.bfloat16
 
-    def linear(self, spec: LinearSpec, source: TensorSource) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, arena: Arena | None = None) -> Product:
         if [name for name, _ in spec.parts] == ["lm_head"]:
-            return CodeProduct(_matrix(spec, source, self.for_table), torch.float32)
-        few = CodeProduct(_matrix(spec, source, self.for_linear))
+            return CodeProduct(_matrix(spec, source, self.for_table, arena), torch.float32)
+        few = CodeProduct(_matrix(spec, source, self.for_linear, arena))
         if self.for_many is None:
             return few
-        return ByRows(few, CodeProduct(_matrix(spec, source, self.for_many)))
+        return ByRows(few, CodeProduct(_matrix(spec, source, self.for_many, arena)))
 
     def bound(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.for_many is not None and x.shape[0] >= MANY_ROWS:
             return of_codes(x, weight, 8, None)
         return of_codes(x, weight, self.bits, self.group)
 
-    def table(self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool) -> Table:
-        return CodeTable(code_matrix(_held(name, shape, source, self.for_table), shape[1]), self.activations)
+    def table(
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, arena: Arena | None = None
+    ) -> Table:
+        held = _held(name, shape, source, self.for_table)
+        return CodeTable(code_matrix(held, shape[1], arena=arena), self.activations)
 
 
-def _matrix(spec: LinearSpec, source: TensorSource, choose: Choice) -> CodeMatrix:
+def _matrix(spec: LinearSpec, source: TensorSource, choose: Choice, arena: Arena | None) -> CodeMatrix:
     """The parts one below the other."""
     held = [_held(f"{name}.weight", (rows, spec.columns), source, choose) for name, rows in spec.parts]
-    return code_matrix(stack(held), spec.columns, _bias(spec, source))
+    return code_matrix(stack(held), spec.columns, _bias(spec, source), arena)
 
 
 def _held(name: str, shape: tuple[int, int], source: TensorSource, choose: Choice) -> Codes:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvarn.kernels._arena import Arena
 from kvarn.models.weights._bounds import of_floats
 from kvarn.models.weights._ggml import decode, decode_into
 from kvarn.models.weights.base import LinearSpec, Product, RawBlocks, StepByStep, Table, TensorSource, read_rows
@@ -146,10 +147,12 @@ class FloatKind:
     activations: torch.dtype
     invariant: bool = True
 
-    def linear(self, spec: LinearSpec, source: TensorSource) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, arena: Arena | None = None) -> Product:
         return float_product(*read_rows(spec, source, self.activations), self.invariant)
 
-    def table(self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool) -> Table:
+    def table(
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, arena: Arena | None = None
+    ) -> Table:
         """Tied weights laid out for oneDNN are a second copy, which the speed of the largest product is worth."""
         if (raw := source.raw(name)) is not None:
             return BlockTable(raw, shape, self.activations, tied, self.invariant)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvarn.kernels._arena import Arena
 from kvarn.kernels.api import Backend, CodeMatrix
 
 # From here on one scale a row of a matrix pays: measured 1.3 times as fast as Q4_1, at 16 rows 1.1.
@@ -136,12 +137,14 @@ class WeightKind(Protocol):
     name: str
     activations: torch.dtype
 
-    def linear(self, spec: LinearSpec, source: TensorSource) -> Product:
-        """Read the parts and pack them. Thread-safe."""
+    def linear(self, spec: LinearSpec, source: TensorSource, arena: Arena | None = None) -> Product:
+        """Read the parts and pack them; arena: where what is packed may lie."""
         ...
 
-    def table(self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool) -> Table:
-        """Read an embedding; tied: its product is wanted too. Thread-safe."""
+    def table(
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, arena: Arena | None = None
+    ) -> Table:
+        """Read an embedding; tied: its product is wanted too."""
         ...
 
     def bound(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvarn.kernels._arena import Arena
 from kvarn.models.weights._coded import CodedKind
 from kvarn.models.weights._codes import BLOCK_COLUMNS
 from kvarn.models.weights._float import FloatKind
@@ -25,12 +26,14 @@ class NativeKind:
     floats: FloatKind
     activations: torch.dtype = torch.bfloat16
 
-    def linear(self, spec: LinearSpec, source: TensorSource) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, arena: Arena | None = None) -> Product:
         quantized = all(source.raw(f"{name}.weight") is not None for name, _ in spec.parts)
-        return (self.coded if quantized else self.floats).linear(spec, source)
+        return (self.coded if quantized else self.floats).linear(spec, source, arena)
 
-    def table(self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool) -> Table:
-        return (self.floats if source.raw(name) is None else self.coded).table(name, shape, source, tied)
+    def table(
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, arena: Arena | None = None
+    ) -> Table:
+        return (self.floats if source.raw(name) is None else self.coded).table(name, shape, source, tied, arena)
 
     def bound(self, x: Tensor, weight: Tensor) -> Tensor:
         """Of a quantized file's products, whose bound is the wider one."""

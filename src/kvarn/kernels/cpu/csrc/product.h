@@ -154,6 +154,9 @@ INLINE __m512i four_columns(const int8_t* x) {
   __builtin_memcpy(&bytes, x, 4);
   return _mm512_set1_epi32(bytes);
 }
+INLINE void add_bytes(__m512i& sum, __m512i codes, __m512i x) {  // in assembly: GCC copies sums around the intrinsic
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+}
 
 template <int BITS, bool ZERO, int R>
 INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, float* out) {
@@ -173,17 +176,16 @@ INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, f
 #pragma GCC unroll 8
       for (int i = 0; i < BITS; i++, t += 64) {
         __m512i codes = _mm512_loadu_si512(t);
-        if (R <= 2) _mm_prefetch(reinterpret_cast<const char*>(t) + 2048, _MM_HINT_T0);
         if (BITS == 8) {
 #pragma GCC unroll 12
-          for (int r = 0; r < R; r++) sum[r] = _mm512_dpbusd_epi32(sum[r], codes, four_columns(x + (i * R + r) * 4));
+          for (int r = 0; r < R; r++) add_bytes(sum[r], codes, four_columns(x + (i * R + r) * 4));
         } else {
           __m512i even = _mm512_and_si512(codes, low), odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
 #pragma GCC unroll 12
-          for (int r = 0; r < R; r++) sum[r] = _mm512_dpbusd_epi32(sum[r], even, four_columns(x + (i * R + r) * 4));
+          for (int r = 0; r < R; r++) add_bytes(sum[r], even, four_columns(x + (i * R + r) * 4));
 #pragma GCC unroll 12
           for (int r = 0; r < R; r++)
-            sum[r] = _mm512_dpbusd_epi32(sum[r], odd, four_columns(x + ((4 + i) * R + r) * 4));
+            add_bytes(sum[r], odd, four_columns(x + ((4 + i) * R + r) * 4));
         }
       }
     }
