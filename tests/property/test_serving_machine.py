@@ -92,9 +92,22 @@ class ServingMachine(RuleBasedStateMachine):
         residual=st.sampled_from([0, 1, 5]),
         max_preemptions=st.integers(0, 3),
         growth_tokens=st.sampled_from([0, BLOCK]),
+        hold_tokens=st.sampled_from([0, 1, 2 * BLOCK]),
+        hold_s=st.sampled_from([0.0, 0.02, 1.0]),
     )
     def begin(
-        self, window, only_windows, max_seqs, step_tokens, blocks, sealed, residual, max_preemptions, growth_tokens
+        self,
+        window,
+        only_windows,
+        max_seqs,
+        step_tokens,
+        blocks,
+        sealed,
+        residual,
+        max_preemptions,
+        growth_tokens,
+        hold_tokens,
+        hold_s,
     ) -> None:
         other = FULL if window is None else replace(FULL, window_tokens=window)
         layers = [other] if only_windows else [FULL, other]
@@ -106,6 +119,8 @@ class ServingMachine(RuleBasedStateMachine):
             context_tokens=CONTEXT_TOKENS,
             max_preemptions=max_preemptions,
             growth_tokens=growth_tokens,
+            hold_tokens=hold_tokens,
+            hold_s=hold_s,
         )
         self.scheduler = Scheduler(config, self.manager)
         self.living: dict[int, Entry] = {}
@@ -126,6 +141,7 @@ class ServingMachine(RuleBasedStateMachine):
     def add(self, head, shared, own, new, children, priority, tenant, deadline_s, reuse, policy) -> None:
         """Texts that begin alike: with one of three heads."""
         ids = range(self.next_id, self.next_id + 1 + children)
+        finds, leaves = self.manager.prefix_roles(POLICIES[policy] if policy else None)
         entry = Entry(
             ids[0],
             (*[head] * shared, *range(own)),
@@ -137,6 +153,8 @@ class ServingMachine(RuleBasedStateMachine):
             namespace=tenant.encode(),
             deadline_s=None if deadline_s is None else self.now_s + deadline_s,
             reuse_prompt=reuse,
+            finds_prefix=finds,
+            leaves_prefix=leaves,
             stepwise=policy is not None,
             block_tokens=BLOCK,
         )
@@ -186,6 +204,12 @@ class ServingMachine(RuleBasedStateMachine):
 
     def take(self, plan: StepPlan) -> None:
         self.ended(plan)
+        for held in plan.held:  # only on one that computes the same text for the same tenant now
+            if held.seq_id in self.living and held.why.leader_id in self.living:
+                mine, its = (self.scheduler.sequence(s) for s in (held.seq_id, held.why.leader_id))
+                n = held.why.shared_tokens
+                assert mine.tokens[:n] == its.tokens[:n] and n < len(mine.tokens) and n % BLOCK == 0
+                assert mine.entry.namespace == its.entry.namespace
         if not plan.rows:
             return
         spans = [Span(r.seq_id, r.start, r.n_tokens) for r in plan.rows]

@@ -91,6 +91,7 @@ class Engine:
         policy = policy or self.policy
         if cache is not None:
             policy = policy_for(cache, self.cache.plan, policy)
+        finds, leaves = self.cache.prefix_roles(policy)
         now = self._clock()
         first = self._next_seq_id
         state = RequestState.new(request_id, prompt_ids, params, self.tokenizer, first, now, guide)
@@ -105,6 +106,8 @@ class Engine:
             namespace=namespace,
             deadline_s=None if deadline_s is None else now + deadline_s,
             reuse_prompt=params.prompt_logprobs is None and watch is None,
+            finds_prefix=finds,
+            leaves_prefix=leaves,
             replayed_tokens=replayed_tokens,
             stepwise=policy is not None and policy.decides,
             block_tokens=self.cache.plan.block_size,

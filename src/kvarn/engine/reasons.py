@@ -79,6 +79,21 @@ class AwaitsProtected:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitsPrefix:
+    """A running sequence computes the beginning of its prompt just now."""
+
+    leader_id: int
+    shared_tokens: int
+    computed_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"sequence {self.leader_id} computes the {self.shared_tokens} tokens with which both begin "
+            f"({self.computed_tokens} so far)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Repeats:
     """It shared a step with one that failed, and its policy counted what did not happen."""
 
@@ -86,7 +101,18 @@ class Repeats:
         return "it is computed again, because a step that it was in failed"
 
 
-WaitReason = NoSlot | NoBlocks | NoBudget | RanOut | Behind | AwaitsParent | AwaitsProtected | Repeats
+WaitReason = NoSlot | NoBlocks | NoBudget | RanOut | Behind | AwaitsParent | AwaitsProtected | AwaitsPrefix | Repeats
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """Stands aside until its beginning is in the cache."""
+
+    seq_id: int
+    why: AwaitsPrefix
+
+    def __str__(self) -> str:
+        return f"sequence {self.seq_id} waits: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvarn.engine.reasons import (
     Admitted,
     AwaitsProtected,
     Expired,
+    HeldBack,
     NoBlocks,
     NoBudget,
     NoSlot,
@@ -40,13 +41,15 @@ class Scheduler(Sequences):
         """Decide one step and take its blocks. O(running sequences + classes of waiting ones)."""
         step = StepDraft(now_s, self.config.step_tokens)
         self._expire(step)
+        for seq in self._held.released(now_s):
+            self._wait(seq)
         for seq in self._running.copy():
             if seq.phase is Phase.RUNNING and len(seq.tokens) - seq.computed_tokens == 1 and step.left_tokens:
                 self._give(seq, 1, step)
         if step.rows and self.config.beside_decodes_tokens is not None:
             self._limit_prompts(len(step.rows), step)
         self._prefill(step)
-        return step.done(len(self._waiting))
+        return step.done(self.n_waiting)
 
     def _limit_prompts(self, decodes: int, step: StepDraft) -> None:
         """Beside so many rows that decode: short prompts get a fixed number of tokens, long ones their allowance."""
@@ -161,6 +164,8 @@ class Scheduler(Sequences):
         if seq.protected and self._running and self._running.first.protected:
             seq.note_wait(AwaitsProtected(self._running.first.seq_id))
             return True
+        if self._hold_back(seq, step):
+            return True
         paced = step.allowance is not None and step.left_tokens > 0 and seq.is_long(self.config.short_tokens)
         if not paced and not self._chunk(seq, step):
             step.head_wait = NoBudget(self.config.step_tokens)
@@ -175,6 +180,20 @@ class Scheduler(Sequences):
             return True
         step.head_wait = reason
         return False
+
+    def _hold_back(self, seq: Sequence, step: StepDraft) -> bool:
+        """Let it stand aside where one that goes before it computes the beginning of its prompt just now."""
+        if seq.protected:
+            return False
+        key = self._turns.key(seq, step.now_s)
+        leaders = (s for s in self._running if s.pending_tokens > 1 and self._turns.key(s, step.now_s) < key)
+        if (hold := self._held.find(seq, leaders, step.now_s)) is None:
+            return False
+        self._waiting.remove(seq)
+        self._held.add(hold)
+        seq.note_wait(hold.why)
+        step.held.append(HeldBack(seq.seq_id, hold.why))
+        return True
 
     def _admit(self, seq: Sequence, step: StepDraft) -> WaitReason | None:
         """Register a waiting sequence with the cache and move it to the running ones; else why not."""
@@ -192,7 +211,7 @@ class Scheduler(Sequences):
         )
         if isinstance(cached, NoRoom):
             return NoBlocks(cached, len(seq.tokens), headroom)
-        self._waiting.remove(seq)
+        self._unqueue(seq)
         seq.level = self._turns.level(seq, step.now_s)
         seq.computed_tokens = seq.slots_tokens = cached
         seq.uncached_tokens = len(seq.tokens) - cached
@@ -213,6 +232,7 @@ class Scheduler(Sequences):
     def _note_head(self, step: StepDraft) -> None:
         """Keep why the first waiting sequence still waits."""
         if not self._waiting:
+            step.head_wait = self._held.any_why
             return
         if step.head_wait is None:
             step.head_wait = RanOut() if step.ran_out else NoBudget(self.config.step_tokens)

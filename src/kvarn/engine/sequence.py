@@ -18,10 +18,11 @@ class Entry:
     seq_id: unique, its first completion's. child_ids: ids of the further completions (n > 1), one each.
     arrival_s, deadline_s: on the clock that `schedule` is given. priority: larger goes first. tenant: who shares the
     engine fairly. namespace: whose prefix blocks may be found (see kvarn.kv.prefix). reuse_prompt: False where every
-    prompt token must be computed (prompt logprobs). replayed_tokens: the last of the prompt that are computed as if
-    they had been generated: block by block of block_tokens, so that the cache decides and seals between them as it does
-    while decoding. stepwise: the same for what was generated and has to be computed again after a preemption; where the
-    cache decides between blocks, it then decides the same. Raises InvalidRequest.
+    prompt token must be computed (prompt logprobs). finds_prefix, leaves_prefix: whether the cache looks its prompt up,
+    and whether others find its full blocks while it is computed. replayed_tokens: the last of the prompt that are
+    computed as if they had been generated: block by block of block_tokens, so that the cache decides and seals between
+    them as it does while decoding. stepwise: the same for what was generated and has to be computed again after a
+    preemption; where the cache decides between blocks, it then decides the same. Raises InvalidRequest.
     """
 
     seq_id: int
@@ -34,6 +35,8 @@ class Entry:
     namespace: bytes = b""
     deadline_s: float | None = None
     reuse_prompt: bool = True
+    finds_prefix: bool = False
+    leaves_prefix: bool = False
     replayed_tokens: int = 0
     stepwise: bool = False
     block_tokens: int = 1
@@ -66,6 +69,7 @@ class Phase(StrEnum):
     WAITING = "waiting"  # holds nothing
     RUNNING = "running"  # registered with the cache
     UNBORN = "unborn"  # a further completion whose prompt is not computed yet
+    GONE = "gone"  # ended, and unknown to the scheduler
 
 
 @dataclass(eq=False, slots=True)

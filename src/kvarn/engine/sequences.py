@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvarn.core.ledger import CacheLedger
 from kvarn.engine.fitting import check_fits
+from kvarn.engine.holding import Holding
 from kvarn.engine.pacing import Pace
 from kvarn.engine.reasons import AwaitsParent, Behind, Repeats, WaitReason
 from kvarn.engine.running import RunningList
@@ -28,11 +29,12 @@ class Sequences:
         self._running = RunningList()
         self._deadlines: list[tuple[float, int]] = []
         self._turns = Turns(config.aging_s)
+        self._held = Holding(0 if config.recompute_all else config.hold_tokens, config.hold_s)
 
     # -- what a caller may ask ------------------------------------------------------------------------------------
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held)
 
     @property
     def n_running(self) -> int:
@@ -57,6 +59,8 @@ class Sequences:
             return None
         if seq.phase is Phase.UNBORN:
             return self._parent_wait(seq)
+        if why := self._held.why(seq):
+            return why
         if ahead := self._waiting.ahead_of(seq):
             return Behind(ahead)
         return seq.waits[-1] if seq.waits else Behind(0)
@@ -122,9 +126,10 @@ class Sequences:
         if seq.phase is Phase.RUNNING:
             self._stop(seq)
         elif seq.phase is Phase.WAITING:
-            self._waiting.remove(seq)
+            self._unqueue(seq)
         elif seq.parent_id is not None:
             self._seqs[seq.parent_id].children.remove(seq_id)
+        seq.phase = Phase.GONE
         if seq.children:
             self._promote(seq.children)
         return True
@@ -152,6 +157,10 @@ class Sequences:
     def _wait(self, seq: Sequence) -> None:
         seq.phase = Phase.WAITING
         self._waiting.add(seq)
+
+    def _unqueue(self, seq: Sequence) -> None:
+        if not self._held.remove(seq):
+            self._waiting.remove(seq)
 
     def _run(self, seq: Sequence) -> None:
         seq.phase = Phase.RUNNING

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.engine.prices import Allowance
-from kvarn.engine.reasons import Admitted, Ended, Preempted, Stalled, WaitReason
+from kvarn.engine.reasons import Admitted, Ended, HeldBack, Preempted, Stalled, WaitReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class SchedulerConfig:
     spreads long ones over steps.
     chunk_tokens: rows of one sequence a step at most. growth_tokens: what admission leaves free for each running
     sequence to grow. aging_s: a priority that had no turn for so long counts as the next higher one (0: never).
+    hold_tokens: a request waits for one that computes the beginning of its prompt where that saves it at least so many
+    tokens (0: never), but not for one that did not come on for hold_s.
     recompute_all: nothing is cached (`--cache none`): each row starts at token 0 and is never cut, so a step holds at
     least one whole sequence even where that is more than step_tokens. Raises IncompatiblePlan."""
 
@@ -32,13 +34,15 @@ class SchedulerConfig:
     max_preemptions: int = 4
     growth_tokens: int = 32
     aging_s: float = 30.0
+    hold_tokens: int = 64
+    hold_s: float = 1.0
     recompute_all: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "step_tokens", "context_tokens", "beside_decodes_tokens", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise IncompatiblePlan(f"{name} is {value}; it must be at least 1")
-        for name in ("max_preemptions", "growth_tokens", "aging_s", "prefill_per_decode"):
+        for name in ("max_preemptions", "growth_tokens", "aging_s", "prefill_per_decode", "hold_tokens", "hold_s"):
             if (value := getattr(self, name)) < 0:
                 raise IncompatiblePlan(f"{name} is {value}; it must not be negative")
 
@@ -56,13 +60,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: rows, decodes first. Those in `ended` are gone; tell whoever asked. head_wait: what holds up the first
-    of the n_waiting."""
+    """One step: rows, decodes first. Those in `ended` are gone; tell whoever asked. held: those that stand aside from
+    now on. head_wait: what holds up the first of the n_waiting."""
 
     rows: tuple[Row, ...]
     admitted: tuple[Admitted, ...] = ()
     preempted: tuple[Preempted, ...] = ()
     stalled: tuple[Stalled, ...] = ()
+    held: tuple[HeldBack, ...] = ()
     ended: tuple[Ended, ...] = ()
     head_wait: WaitReason | None = None
     n_waiting: int = 0
@@ -81,6 +86,7 @@ class StepDraft:
     admitted: list[Admitted] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
     stalled: list[Stalled] = field(default_factory=list)
+    held: list[HeldBack] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     head_wait: WaitReason | None = None
 
@@ -95,6 +101,7 @@ class StepDraft:
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
             stalled=tuple(self.stalled),
+            held=tuple(self.held),
             ended=tuple(self.ended),
             head_wait=self.head_wait,
             n_waiting=n_waiting,

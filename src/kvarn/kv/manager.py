@@ -87,7 +87,7 @@ class CacheManager:
             return self._room.no_slot()
         policy, prompt_tokens = self._assigned.get(seq_id, (None, 0))
         match = None
-        if self.prefixes is not None and (policy is None or policy.prefix_pure):
+        if self.prefixes is not None and self.prefix_roles(policy)[0]:
             sought = token_ids if reuse else ()
             if policy is not None and policy.decides:  # what comes behind the prompt hangs on what was decided
                 sought = sought[:prompt_tokens]
@@ -257,6 +257,12 @@ class CacheManager:
         done = self._deciding.apply(state, decision)
         self._note_slots(state)
         return done
+
+    def prefix_roles(self, policy: KVPolicy | None) -> tuple[bool, bool]:
+        """Whether the prompts of sequences with this policy are looked up, and whether others find their full blocks
+        while they are computed."""
+        finds = self.prefixes is not None and (policy is None or policy.prefix_pure)
+        return finds, finds and (policy is None or not policy.decides or policy.leaves_prompt)
 
     # -- looking --------------------------------------------------------------------------------------------------
     def memory(self) -> CacheMemory:

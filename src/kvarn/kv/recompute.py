@@ -70,6 +70,10 @@ class RecomputeCache:
     def unassign(self, seq_id: int) -> None:
         return None
 
+    def prefix_roles(self, policy: KVPolicy | None) -> tuple[bool, bool]:
+        """(False, False): nothing is looked up, and nothing found."""
+        return False, False
+
     def decide(self, seq_id: int) -> Decision | None:
         return None
 

@@ -77,7 +77,12 @@ class EventHub(Observer):
         plan = result.plan
         for admitted in plan.admitted:
             self._publish("request_admitted", self._owners.get(admitted.seq_id), asdict(admitted))
-        for kind, reasons in (("preempted", plan.preempted), ("stalled", plan.stalled), ("ended", plan.ended)):
+        for kind, reasons in (
+            ("preempted", plan.preempted),
+            ("stalled", plan.stalled),
+            ("held", plan.held),
+            ("ended", plan.ended),
+        ):
             for reason in reasons:
                 data = {"seq_id": reason.seq_id, "why": str(reason)}
                 self._publish(f"request_{kind}", self._owners.get(reason.seq_id), data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -76,7 +76,7 @@ def p99(found: list[tuple[int, float]]) -> float:
 @pytest.mark.parametrize("noise", [0.0, 0.08])
 @pytest.mark.parametrize(("machine", "decodes"), [(SMALL, 1), (LARGE, 32), (Machine(0.02, 0.0, 0.0001), 8)])
 def test_from_the_first_chunk_to_the_last_steps_keep_to_the_slowdown(machine: Machine, decodes: int, noise: float):
-    machine = Machine(**{**vars(machine), "noise": noise, "source": random.Random(1)})
+    machine = replace(machine, noise=noise, source=random.Random(1))
     found = prefill(warmed(machine, decodes), machine, decodes)
     assert p99(found) <= 3 * machine.decode_s
     assert found[0][1] <= 3 * machine.decode_s, "the first chunk is no worse"
@@ -92,7 +92,7 @@ def test_a_second_prompt_is_priced_right_at_once():
 
 
 def test_a_busy_machine_does_not_press_the_pace_to_the_least():
-    busy = Machine(**{**vars(SMALL), "noise": 0.4, "hiccups": 0.05, "source": random.Random(2)})
+    busy = replace(SMALL, noise=0.4, hiccups=0.05, source=random.Random(2))
     quiet = len(prefill(warmed(SMALL, 1), SMALL, 1))
     assert len(prefill(warmed(busy, 1), busy, 1)) <= 1.6 * quiet
 
@@ -124,7 +124,7 @@ def test_short_prompts_in_every_step_do_not_hold_a_long_one_up():
 
 def test_a_machine_that_became_slower_is_noticed_without_a_pause_in_the_prompts():
     pace = warmed(SMALL, 1)
-    slow = Machine(*(3 * t for t in (0.006, 0.0005, 0.0007, 0.001, 0.0004)))
+    slow = Machine(*(3 * t for t in (0.006, 0.0005, 0.0007, 0.001, 0.0004)))  # pyright: ignore[reportArgumentType]
     found = prefill(pace, slow, 1, prompt=1_000) + prefill(pace, slow, 1, prompt=1_000)
     again = prefill(pace, slow, 1, prompt=1_000)
     wanted = prefill(warmed(slow, 1), slow, 1, prompt=1_000)
