@@ -24,6 +24,7 @@ import torch
 
 from kvarn.core.options import EngineOptions, Grain
 from kvarn.engine.build import assemble
+from kvarn.engine.rereading import read_again_where_due
 from kvarn.engine.runner import run_model
 from kvarn.evals.records import Results, Row
 from kvarn.evals.tasks import needle, recall
@@ -47,7 +48,7 @@ class Collect(KVPolicy):
     """Keeps everything, and has every signal collected."""
 
     grain: ClassVar[Grain] = "head"
-    needs: ClassVar[frozenset[Signal]] = frozenset(Signal)
+    needs: ClassVar[frozenset[Signal]] = frozenset(Signal) - {Signal.RECONSTRUCTION}
     query_tokens: int = field(default=128, kw_only=True)
 
     def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
@@ -60,11 +61,17 @@ class Collect(KVPolicy):
 class Bench:
     """One model, one cache that holds two sequences."""
 
-    def __init__(self, length: int, query_tokens: int) -> None:
+    def __init__(self, length: int, query_tokens: int, choices: Sequence[str]) -> None:
         files = resolve("smollm2-135m")
         self.name, self.tokenizer, self._model = files.name, load_tokenizer(files), load_model(files, "native")
         options = EngineOptions(
-            kv="bfloat16", grain="head", max_seqs=2, context_tokens=length + 1, prefix_caching=False, block_size=BLOCK
+            kv="bfloat16",
+            grain="head",
+            max_seqs=2,
+            context_tokens=length + 1,
+            prefix_caching=False,
+            block_size=BLOCK,
+            also=tuple(choices),
         )
         self._cache = assemble(self._model, self.tokenizer, load_backend(None), options).engine.cache
         self._collect, self._reach = Collect(query_tokens=query_tokens), length + 1
@@ -92,7 +99,8 @@ class Bench:
     def answer(self, policy: KVPolicy | None, last: torch.Tensor, replayed: Sequence[int], scored: int) -> Answer:
         """Fork, decide, replay. last: the hidden state after the parent's last token."""
         parent, groups = self._cache.sequences[PARENT], self._cache.groups
-        parent.policy = None  # else all of its blocks are copied, so that each sequence counts its own attention mass
+        if policy is None or not policy.tiers:  # a copy of what stays as it is would only take time
+            parent.policy = None
         assert self._cache.fork(PARENT, CHILD) is None, "the cache holds both sequences"
         parent.policy = self._collect
         counted = [None if p.mass is None else p.mass.copy() for g in groups for p in g.pools]
@@ -125,6 +133,7 @@ class Bench:
         return Answer(float(chosen.double().mean()), exact, held, length, decision_s)
 
     def _decide(self) -> None:
+        read_again_where_due(self._model, self._cache, CHILD, self.tokenizer)
         if decision := self._cache.decide(CHILD):
             assert self._cache.apply(CHILD, decision)
 
@@ -214,7 +223,7 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     choices = {c.text: policy_of(c) for c in parse_choices(f"full; {asked.caches}")}
     query_tokens = max(p.query_tokens for p in choices.values() if p is not None)
-    bench = Bench(max(asked.lengths), query_tokens)
+    bench = Bench(max(asked.lengths), query_tokens, [name for name in choices if name != "full"])
     settings = Settings(
         text=shipped_text(), lengths=asked.lengths, depths=asked.depths, cases=asked.cases, seed=asked.seed
     )

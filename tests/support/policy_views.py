@@ -45,6 +45,11 @@ class Numbers:
     def recent_mass(self) -> np.ndarray:
         return np.stack([self.recent_weights(r).sum((0, 1)) for r in range(len(self.kept))])
 
+    def reconstruction(self) -> np.ndarray:
+        """As if all but the last query_tokens had been read again: what the weights of all queries were at most."""
+        weights = np.take_along_axis(self._rows(self.weights).max((1, 2)), self.kept, 1)
+        return np.where(self.kept < weights.shape[1] - self.query_tokens, weights, np.nan)
+
     def mass(self) -> np.ndarray:
         return np.take_along_axis(self._rows(self.weights).sum((1, 2)), self.kept, 1)
 
@@ -68,7 +73,9 @@ def random_view(
         spec, tuple(range(layers)), heads, kept.astype(np.int32), fill, numbers.mass().astype(np.float64), numbers
     )
     tiers = {"formats": ("float32", "int8", "fp8_e4m3"), "block_bytes": (256, 80, 64)}
-    view = replace(view, turn=turn, pools=np.zeros(kept.shape, np.uint8), **tiers)
+    view = replace(
+        view, turn=turn, reconstruction=numbers.reconstruction(), pools=np.zeros(kept.shape, np.uint8), **tiers
+    )
     return SequenceView(length, length, 4, layers * heads * DIM * 8, (view,)), numbers
 
 

@@ -14,6 +14,7 @@ from kvarn.core.requests import CompletionTrace, Delta, RequestOutput, SamplingP
 from kvarn.engine.computing import Cache, Computing, Place, RowResult
 from kvarn.engine.guide import Guide
 from kvarn.engine.request import CompletionState, RequestState, Watch
+from kvarn.engine.rereading import read_again_where_due
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.sequence import Entry
 from kvarn.engine.step_plan import Row, StepPlan
@@ -212,7 +213,10 @@ class Engine:
 
     def _settle(self, seq_id: int) -> None:
         self.cache.come_to_rest(seq_id)
-        if seq_id not in self._computing.miscounted and (decision := self.cache.decide(seq_id)):
+        if seq_id in self._computing.miscounted:
+            return
+        read_again_where_due(self.model, self.cache, seq_id, self.tokenizer)
+        if decision := self.cache.decide(seq_id):
             self.cache.apply(seq_id, decision)
 
     def _recount(self) -> None:

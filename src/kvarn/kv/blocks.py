@@ -6,6 +6,8 @@ all of its rows are treated alike here, as arrays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,6 +17,8 @@ from kvarn.kv.pool import BlockPool
 from kvarn.kv.sizing import blocks_for, spec_as_held, table_columns
 from kvarn.kv.storage import PoolStorage
 from kvarn.kv.table import OPEN, BlockTables
+
+COPIED_BLOCKS = 256  # at a time, so that what is in between stays small
 
 
 class GroupBlocks:
@@ -109,14 +113,29 @@ class GroupBlocks:
 
     def own_block(self, pool: int, row: int, column: int) -> int:
         """Replace a shared block of a row by a copy of its own; the caller made sure that a block is free."""
-        shared = int(self.tables.block[row, column])
-        taken = self.pools[pool].take(1)
-        assert taken is not None, "took without asking for room first"
-        self.backend.copy_blocks(self.views[pool], torch.tensor([shared]), torch.tensor(taken))
-        self.pools[pool].copy([shared], taken)
-        self.pools[pool].give_back([shared])
-        self.tables.replace(row, column, pool, taken[0])
-        return taken[0]
+        return self.own_blocks([(pool, row, column)])[0]
+
+    def own_blocks(self, places: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Replace shared blocks, each (pool, row, column), by copies; the caller made sure that so many are free."""
+        made: list[int] = []
+        for begin in range(0, len(places), COPIED_BLOCKS):
+            made += self._own(places[begin : begin + COPIED_BLOCKS])
+        return made
+
+    def _own(self, places: Sequence[tuple[int, int, int]]) -> list[int]:
+        made = [0] * len(places)
+        for pool in {p for p, _, _ in places}:
+            mine = [i for i, (p, _, _) in enumerate(places) if p == pool]
+            shared = [int(self.tables.block[places[i][1:]]) for i in mine]
+            taken = self.pools[pool].take(len(mine))
+            assert taken is not None, "took without asking for room first"
+            self.backend.copy_blocks(self.views[pool], torch.tensor(shared), torch.tensor(taken))
+            self.pools[pool].copy(shared, taken)
+            self.pools[pool].give_back(shared)
+            for i, block in zip(mine, taken, strict=True):
+                self.tables.replace(places[i][1], places[i][2], pool, block)
+                made[i] = block
+        return made
 
     def adopt_block(self, row: int, pool: int, block: int) -> None:
         """The row goes on with a full block that is held already."""

@@ -12,7 +12,7 @@ from kvarn.kv.demotion import encode_demoted, insert
 from kvarn.kv.eviction import drop_blocks, keep_places
 from kvarn.kv.governing import check_rotation, governed
 from kvarn.kv.group import CacheGroup
-from kvarn.kv.policies.base import Decision, GroupView, KVPolicy, SequenceView
+from kvarn.kv.policies.base import Decision, GroupView, KVPolicy, SequenceView, Signal
 from kvarn.kv.reading import group_view
 from kvarn.kv.state import SequenceState
 from kvarn.kv.turning import Turn, turn_first_blocks
@@ -33,24 +33,38 @@ class Deciding:
 
     def decide(self, state: SequenceState) -> Decision | None:
         """Ask the sequence's policy, where it has one and there is something to decide."""
-        if (policy := state.policy) is None or state.length < state.prompt_tokens:
+        if (policy := state.policy) is None or not self._asks(state):
             return None
-        if state.length // self._size == state.decided_blocks:
-            return None
+        due = self._due(state, policy)
         state.decided_blocks = state.length // self._size
-        per_token = self._governed_bytes()
-        longest = max(int(g.tables.fill[g.rows(r)].max()) for g, r in zip(self._groups, state.rows, strict=True))
-        if not policy.due(state.length, state.prompt_tokens, longest, self._size, per_token):
+        if not due:
             return None
+        per_token = self._governed_bytes()
         return policy.decide(SequenceView(state.length, state.prompt_tokens, self._size, per_token, self._views(state)))
+
+    def wants_rereading(self, state: SequenceState) -> bool:
+        """Whether the policy will decide next, and for the first time, on what reading the text again shows."""
+        policy = state.policy
+        if policy is None or Signal.RECONSTRUCTION not in policy.signals or state.reread:
+            return False
+        return self._asks(state) and self._due(state, policy)
+
+    def _asks(self, state: SequenceState) -> bool:
+        """The prompt is complete, and another block is since the policy was asked last."""
+        return state.length >= state.prompt_tokens and state.length // self._size != state.decided_blocks
+
+    def _due(self, state: SequenceState, policy: KVPolicy) -> bool:
+        longest = max(int(g.tables.fill[g.rows(r)].max()) for g, r in zip(self._groups, state.rows, strict=True))
+        return policy.due(state.length, state.prompt_tokens, longest, self._size, self._governed_bytes())
 
     def _views(self, state: SequenceState) -> tuple[GroupView | None, ...]:
         for group in self._groups:
             group.settle_mass()
         rings = state.rings or (None,) * len(self._groups)
+        reread = state.reread or (None,) * len(self._groups)
         return tuple(
-            group_view(g, r, state.length, ring, turn) if governed(g.spec) else None
-            for g, r, ring, turn in zip(self._groups, state.rows, rings, self._turns, strict=True)
+            group_view(g, r, state.length, ring, turn, again) if governed(g.spec) else None
+            for g, r, ring, turn, again in zip(self._groups, state.rows, rings, self._turns, reread, strict=True)
         )
 
     def _governed_bytes(self) -> int:

@@ -149,6 +149,5 @@ def _own_changed_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> bool:
     for pool in range(len(group.pools)):
         if sum(p == pool for p, _, _ in shared) > group.pools[pool].free_blocks:
             return False
-    for pool, each, column in shared:
-        group.own_block(pool, each, column)
+    group.own_blocks(shared)
     return True

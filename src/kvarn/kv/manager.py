@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvarn.core.events import (
@@ -27,6 +28,7 @@ from kvarn.kv.governing import check_policy, governed
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, Signal
+from kvarn.kv.rereading import Rereading, begin_rereading
 from kvarn.kv.room import Room
 from kvarn.kv.sharing import PrefixSharing, why_unused
 from kvarn.kv.signals import QueryRing
@@ -185,8 +187,7 @@ class CacheManager:
             for pool in range(len(group.pools)):
                 if sum(p == pool for p, _, _ in places) > group.pools[pool].free_blocks:
                     return False
-            for place in places:
-                group.own_block(*place)
+            group.own_blocks(places)
         return True
 
     def release(self, seq_id: int) -> None:
@@ -250,6 +251,22 @@ class CacheManager:
     def decide(self, seq_id: int) -> Decision | None:
         """Ask the sequence's policy, where it has one and there is something to decide."""
         return self._deciding.decide(self.sequences[seq_id])
+
+    def wants_rereading(self, seq_id: int) -> bool:
+        """Whether the next `decide` needs to know what the text's tokens are worth when the model reads it again."""
+        return self._deciding.wants_rereading(self.sequences[seq_id])
+
+    def begin_rereading(self, seq_id: int, n_tokens: int, again: range) -> Rereading:
+        """The operands of a step of n_tokens behind the sequence that stores nothing, in which its tokens at `again`
+        are read once more."""
+        state = self.sequences[seq_id]
+        return begin_rereading(self.groups, self.places, self.backend, state.rows, state.length, n_tokens, again)
+
+    def note_rereading(self, seq_id: int, parts: Sequence[Rereading]) -> None:
+        """These parts, in their order, make up the whole text."""
+        by_group = zip(*(p.weights for p in parts), strict=True)
+        joined = [[w for w in weights if w is not None] for weights in by_group]
+        self.sequences[seq_id].reread = tuple(np.concatenate(w, axis=1) if w else None for w in joined)
 
     def apply(self, seq_id: int, decision: Decision) -> bool:
         """Act on a decision. False, and no more is changed, where a shared block had to be copied and none is free."""

@@ -35,23 +35,10 @@ class TensorReader:
 
     def _decoded(self) -> tuple[Tensor, Tensor]:
         """k [R, S, D], v [R, S, E] float32. Rows that stand for several layers or heads are read as their mean."""
-        group = self.group
-        rows, fill = np.array(group.rows(self.row)), group.tables.fill[group.rows(self.row)]
-        columns = int(group.tables.length[rows].max(initial=0))
-        k = torch.zeros((len(rows), columns, group.block_size, group.spec.k_dim))
-        v = torch.zeros((len(rows), columns, group.block_size, group.spec.v_dim))
-        held = np.arange(columns) < group.tables.length[rows][:, None]
-        for index, view in enumerate(group.views):
-            at, places = np.nonzero(held & (group.tables.pool[rows, :columns] == index))
-            blocks, own = torch.from_numpy(group.tables.block[rows[at], places].astype(np.int64)), own_axes(view)
-            for part, n, c in zip(
-                *(torch.as_tensor(x).split(DECODED_BLOCKS) for x in (blocks, at, places)), strict=True
-            ):
-                if len(part):
-                    block_k, block_v = group.backend.decode(own, part)
-                    k[n, c], v[n, c] = block_k.mean((1, 2)).transpose(-1, -2), block_v.mean((1, 2))
-        longest = int(fill.max(initial=0))
-        return k.flatten(1, 2)[:, :longest], v.flatten(1, 2)[:, :longest]
+        rows, tables = np.array(self.group.rows(self.row)), self.group.tables
+        longest = int(tables.fill[rows].max(initial=0))
+        k, v = decoded(self.group, rows, 0, int(tables.length[rows].max(initial=0)))
+        return k[:, :longest], v[:, :longest]
 
     def queries(self) -> Tensor:
         kept, _ = self._ring()
@@ -114,6 +101,23 @@ class TensorReader:
         return self.ring.kept, self.ring
 
 
+def decoded(group: CacheGroup, rows: np.ndarray, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """k [R, n, D] and v [R, n, E] float32 of the blocks in columns [begin, end) of these table rows; 0 where a row is
+    shorter. Blocks of several layers or heads are read as their mean."""
+    k = torch.zeros((len(rows), end - begin, group.block_size, group.spec.k_dim))
+    v = torch.zeros((len(rows), end - begin, group.block_size, group.spec.v_dim))
+    held = np.arange(begin, end) < group.tables.length[rows][:, None]
+    for index, view in enumerate(group.views):
+        at, column = np.nonzero(held & (group.tables.pool[rows, begin:end] == index))
+        blocks, own = torch.from_numpy(group.tables.block[rows[at], begin + column].astype(np.int64)), own_axes(view)
+        sides = (blocks, torch.from_numpy(at), torch.from_numpy(column))
+        for part, n, c in zip(*(x.split(DECODED_BLOCKS) for x in sides), strict=True):
+            if len(part):
+                block_k, block_v = group.backend.decode(own, part)
+                k[n, c], v[n, c] = block_k.mean((1, 2)).transpose(-1, -2), block_v.mean((1, 2))
+    return k.flatten(1, 2), v.flatten(1, 2)
+
+
 def own_axes(view: PoolView) -> PoolView:
     """The pool with one layer or head where its blocks have no such axis (stride 0), so that each number of a block is
     decoded once."""
@@ -124,8 +128,15 @@ def own_axes(view: PoolView) -> PoolView:
     return replace(view, k=tuple(t[one] for t in view.k), v=tuple(t[one] for t in view.v))
 
 
-def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None, turn: Turn | None = None) -> GroupView:
-    """The view of the sequence whose first table row is `row`."""
+def group_view(
+    group: CacheGroup,
+    row: int,
+    length: int,
+    ring: QueryRing | None,
+    turn: Turn | None = None,
+    reread: np.ndarray | None = None,
+) -> GroupView:
+    """The view of the sequence whose first table row is `row`. reread [R, n]: see GroupView.reconstruction."""
     rows = group.rows(row)
     fill = group.tables.fill[rows].copy()
     longest = int(fill.max(initial=0))
@@ -151,7 +162,15 @@ def group_view(group: CacheGroup, row: int, length: int, ring: QueryRing | None,
         pools[:, :longest],
         tuple(v.format.name for v in group.views),
         group.pool_block_bytes,
+        None if reread is None else _by_place(reread, positions[:, :longest]),
     )
+
+
+def _by_place(by_token: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[R, S] of by_token [R, n], through positions [R, S]; NaN where there is no token or none of the n."""
+    known = (positions >= 0) & (positions < by_token.shape[1])
+    picked = np.take_along_axis(by_token, np.where(known, positions, 0).astype(np.int64), axis=1)
+    return np.where(known, picked, np.float32(np.nan))
 
 
 def _gathered(group: CacheGroup, rows: np.ndarray, stores: list[np.ndarray], empty: float) -> np.ndarray:

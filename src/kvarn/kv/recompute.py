@@ -77,6 +77,9 @@ class RecomputeCache:
     def decide(self, seq_id: int) -> Decision | None:
         return None
 
+    def wants_rereading(self, seq_id: int) -> bool:
+        return False
+
     def apply(self, seq_id: int, decision: Decision) -> bool:
         return False
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.prefix_node import Node
 from kvarn.kv.prefix_why import Why
@@ -17,6 +19,7 @@ class SequenceState:
     be, before another block is taken. token_ids: the committed tokens. policy: what decides over its blocks; rings: the
     queries it reads, for each group; decided_blocks: full blocks of the text when it was asked last, -1 before that;
     written: of each group whose first blocks were turned, how they were written;
+    reread: for each group, the weights that reading the text again gave its tokens [R, n], once that was done;
     filled: the last step filled a block; grown: tokens that it brought. place: where it stands in the prefix index,
     None where it has no part in it; indexed: its blocks that the index knows. prefix_why: why its
     prefix lookup ended where it did.
@@ -31,6 +34,7 @@ class SequenceState:
     prompt_tokens: int = 0
     rings: tuple[QueryRing | None, ...] = ()
     decided_blocks: int = -1
+    reread: tuple[np.ndarray | None, ...] = ()
     written: dict[int, Written] = field(default_factory=dict)
     filled: bool = False
     grown: int = 0

@@ -41,8 +41,7 @@ def turn_first_blocks(
     for index, pool in enumerate(group.pools):
         if sum(p == index for p, _, _ in shared) + (index == OPEN) > pool.free_blocks:
             return None
-    for place in shared:
-        group.own_block(*place)
+    group.own_blocks(shared)
     written = written or _read(group, places, blocks)
     rope = turn(torch.tensor([tokens]))
     k = _turned(written.k, rope).flatten(0, 1)

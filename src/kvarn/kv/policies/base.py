@@ -30,6 +30,7 @@ class Signal(StrEnum):
     RECENT_QUERIES = "recent_queries"  # the last `query_tokens` queries of every layer, rotated
     KEYS = "keys"
     VALUES = "values"
+    RECONSTRUCTION = "reconstruction"  # the largest weight a slot gets while the model repeats the text
     ROTATION = "rotation"  # the model's rotary embedding, as a function of positions
 
 
@@ -68,6 +69,8 @@ class GroupView:
     mass [R, S] float32, or None where it was not asked for. layers: model layer indices. heads: rows a layer.
     turn: positions [n] int64 -> cos, sin [n, R/2] of the layers' rotary embedding, None where it hangs on the length.
     pools [R, S] uint8: which pool holds each place; formats, block_bytes: of the group's pools, the open one first.
+    reconstruction [R, S] float32: the largest softmax weight that a place got from any query head while the model read
+    the text again; NaN for tokens that came later.
     """
 
     spec: LayerSpec
@@ -81,6 +84,7 @@ class GroupView:
     pools: np.ndarray | None = None
     formats: tuple[str, ...] = ()
     block_bytes: tuple[int, ...] = ()
+    reconstruction: np.ndarray | None = None
 
     def pool_of(self, name: str) -> int:
         """Index of the tier pool with this format."""

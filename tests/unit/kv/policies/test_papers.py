@@ -8,6 +8,7 @@ import pytest
 from kvarn.kv.policies.adakv import AdaKV
 from kvarn.kv.policies.base import Budget, KVPolicy
 from kvarn.kv.policies.h2o import H2O
+from kvarn.kv.policies.kvzip import KVzip
 from kvarn.kv.policies.pyramidkv import PyramidKV
 from kvarn.kv.policies.scissorhands import Scissorhands
 from kvarn.kv.policies.snapkv import SnapKV
@@ -132,3 +133,25 @@ def test_adakv(seed: int) -> None:
             n = window + even + sum(h == head for _, h in ranked)
             expected = set(range(LENGTH - window, LENGTH)) | best(scores[head], list(range(36)), n - window)
             assert kept[layer * 2 + head] == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kvzip(seed: int) -> None:
+    """Section 3: the largest weight over repeated tokens and query heads; the best over all heads and layers stay. What
+    came after the repeated text stays before all of it."""
+    later = 3
+    view, numbers = random_view(seed, later, length=LENGTH)
+    decision = KVzip(Budget(tokens=BUDGET), sinks=2).decide(view)
+    assert decision is not None
+    scored = []
+    for row in range(4):
+        layer, head = divmod(row, 2)
+        for key in range(LENGTH):
+            weight = max(numbers.weights[layer, head, query, m, key] for query in range(LENGTH) for m in range(3))
+            scored.append((3 if key < 2 else 2 if key >= LENGTH - later else weight, row, key))
+    expected: list[set[int]] = [set() for _ in range(4)]
+    for _, row, key in sorted(scored, reverse=True)[: 4 * BUDGET]:
+        expected[row].add(key)
+    got = kept_positions(view, decision.keep[0])
+    assert got == expected
+    assert len({len(kept) for kept in got}) > 1
