@@ -97,8 +97,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         tenant=st.sampled_from("abc"),
         deadline_s=st.sampled_from([None, None, 0.5, 3.0]),
+        patient=st.booleans(),
     )
-    def add(self, prompt: int, new: int, children: int, priority: int, tenant: str, deadline_s: float | None) -> None:
+    def add(
+        self,
+        prompt: int,
+        new: int,
+        children: int,
+        priority: int,
+        tenant: str,
+        deadline_s: float | None,
+        patient: bool,
+    ) -> None:
         ids = range(self.next_id, self.next_id + 1 + children)
         deadline_s = None if deadline_s is None else self.now_s + deadline_s
         entry = Entry(
@@ -108,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.now_s,
             tuple(ids[1:]),
             priority=priority,
+            patient=patient,
             tenant=tenant,
             deadline_s=deadline_s,
         )

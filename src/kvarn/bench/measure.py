@@ -24,7 +24,7 @@ def run_case(llm: LLM, case: Case, prompts: Sequence[Sequence[int]]) -> Timing:
     begun = time.perf_counter()
     waiting = {f"bench-{next(_names)}" for _ in prompts}
     for name, ids in zip(sorted(waiting), prompts, strict=True):
-        engine.add_request(name, ids, params)
+        engine.add_request(name, ids, params, patient=True)
     first = begun
     while engine.has_work:
         result = engine.step()

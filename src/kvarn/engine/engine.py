@@ -81,11 +81,12 @@ class Engine:
         cache: CacheParams | None = None,
         watch: Watch | None = None,
         replayed_tokens: int = 0,
+        patient: bool = False,
     ) -> RequestState:
         """Queue a request. deadline_s: seconds from now. guide: constrains the answers. cache: its choice of cache;
         policy: decides over blocks, where `cache` does not say so. None: the engine's own. watch: is told the
         hidden states of its rows, those of its first answer. replayed_tokens: the last tokens of the prompt that go
-        through the cache as if they had been generated. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and
+        through the cache as if they had been generated. patient: only its end is waited for. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and
         then nothing has changed.
         """
         prompt_ids = self._checked(request_id, prompt_ids, params)
@@ -112,6 +113,7 @@ class Engine:
             replayed_tokens=replayed_tokens,
             stepwise=policy is not None and policy.decides,
             block_tokens=self.cache.plan.block_size,
+            patient=patient,
         )
         state.watch = self.verifier.watch(prompt_ids, state.seed) if self.verifier and watch is None else watch
         self._enter(entry, policy)

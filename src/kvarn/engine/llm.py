@@ -67,7 +67,7 @@ class LLM:
         >>> llm.generate("The capital of France is", cache="int8", max_tokens=8)[0].completions[0].trace.physical_bytes
         """
         wanted = self._params(params, overrides)
-        request_ids = self._submit([self._encode(p) for p in _as_list(prompts)], wanted, cache)
+        request_ids = self._submit([self._encode(p) for p in _as_list(prompts)], wanted, cache, patient=True)
         try:
             for request_id in request_ids:
                 self._outbox.finish(request_id)
@@ -86,7 +86,7 @@ class LLM:
         """Answer one prompt piece by piece; leaving the loop early cancels it. The whole answer is in the stream's
         `output` at its end, and the last one that ended in `last_output`. cache, and what it raises: as in
         `generate`."""
-        (request_id,) = self._submit([self._encode(prompt)], self._params(params, overrides), cache)
+        (request_id,) = self._submit([self._encode(prompt)], self._params(params, overrides), cache, patient=False)
         return Stream(self._outbox, request_id, self._note)
 
     def _note(self, output: RequestOutput) -> None:
@@ -129,7 +129,9 @@ class LLM:
         fields = {f: getattr(params or SamplingParams(), f) for f in SamplingParams.__dataclass_fields__}
         return SamplingParams(**{**fields, **overrides})
 
-    def _submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, cache: CacheChoice | None) -> list[str]:
+    def _submit(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, cache: CacheChoice | None, patient: bool
+    ) -> list[str]:
         """All or none: a prompt that cannot be served takes back those before it."""
         chosen = parse_choice(cache) if isinstance(cache, str) else cache
         if chosen is not None:
@@ -138,7 +140,7 @@ class LLM:
         try:
             for ids in prompts:
                 request_id = f"llm-{next(self._ids)}"
-                self.engine.add_request(request_id, ids, params, cache=chosen)
+                self.engine.add_request(request_id, ids, params, cache=chosen, patient=patient)
                 self._outbox.open(request_id)
                 request_ids.append(request_id)
         except Exception:

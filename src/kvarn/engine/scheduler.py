@@ -43,10 +43,12 @@ class Scheduler(Sequences):
         self._expire(step)
         for seq in self._held.released(now_s):
             self._wait(seq)
+        watched = False
         for seq in self._running.copy():
             if seq.phase is Phase.RUNNING and len(seq.tokens) - seq.computed_tokens == 1 and step.left_tokens:
                 self._give(seq, 1, step)
-        if step.rows and self.config.beside_decodes_tokens is not None:
+                watched |= not seq.entry.patient
+        if watched and step.rows and self.config.beside_decodes_tokens is not None:
             self._limit_prompts(len(step.rows), step)
         self._prefill(step)
         return step.done(self.n_waiting)

@@ -22,7 +22,8 @@ class Entry:
     and whether others find its full blocks while it is computed. replayed_tokens: the last of the prompt that are
     computed as if they had been generated: block by block of block_tokens, so that the cache decides and seals between
     them as it does while decoding. stepwise: the same for what was generated and has to be computed again after a
-    preemption; where the cache decides between blocks, it then decides the same. Raises InvalidRequest.
+    preemption; where the cache decides between blocks, it then decides the same. patient: nobody waits for its next
+    token, only for its last: prompts beside it need not be held short. Raises InvalidRequest.
     """
 
     seq_id: int
@@ -40,6 +41,7 @@ class Entry:
     replayed_tokens: int = 0
     stepwise: bool = False
     block_tokens: int = 1
+    patient: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

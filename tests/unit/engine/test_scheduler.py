@@ -139,6 +139,16 @@ def test_prefill_beside_decodes_grows_with_them():
     assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (4, 1), 2: (0, 11)}
 
 
+def test_prompts_beside_patient_rows_get_all_of_the_step():
+    scheduler, _ = make(step_tokens=100, beside_decodes_tokens=5)
+    scheduler.add(entry(0, prompt=4, new=10, patient=True))
+    run_step(scheduler)
+    scheduler.add(entry(1, prompt=80, at=1))
+    assert rows_of(run_step(scheduler)) == {0: (4, 1), 1: (0, 80)}
+    scheduler.add(entry(2, prompt=80, at=2, patient=True))
+    assert rows_of(run_step(scheduler)) == {0: (5, 1), 1: (80, 1), 2: (0, 5)}, "one of the rows is watched"
+
+
 class Slow(Pace):
     """So many tokens of long prompts a step."""
 
