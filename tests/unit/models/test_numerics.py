@@ -10,11 +10,13 @@ from torch import Tensor
 from kvarn.core.errors import UnknownName
 from kvarn.core.options import NUMERICS, Numerics
 from kvarn.core.registry import names_in
+from kvarn.kernels import code_matrix
 from kvarn.models.loading.load import load_kind
 from kvarn.models.weights import _float
 from kvarn.models.weights._check import COLUMNS, ROWS, Blocks, check_weights
-from kvarn.models.weights._coded import MANY_ROWS
-from kvarn.models.weights.base import LinearSpec, Product, RawBlocks
+from kvarn.models.weights._coded import CodeProduct
+from kvarn.models.weights._codes import round_to_8_bits, wide_group
+from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks
 
 KINDS = names_in("kvarn.models.weights")
 BATCHES = (1, 2, 3, 7, 16, 17, 63, 64, 100)
@@ -102,15 +104,18 @@ def test_invariant_products_have_the_same_bits_in_any_batch_and_place(
 def test_fast_prompts_go_through_a_second_form_at_a_byte_a_weight(name: str) -> None:
     raw = Blocks()
     spec = LinearSpec((("a", ROWS),), COLUMNS)
-    invariant, fast, eight = (
-        load_kind(kind, numerics).linear(spec, raw)
-        for kind, numerics in ((name, "invariant"), (name, "fast"), ("int8", "fast"))
-    )
+    invariant, fast = (load_kind(name, numerics).linear(spec, raw) for numerics in ("invariant", "fast"))
+    second = CodeProduct(code_matrix(round_to_8_bits(raw.numbers, 96), spec.columns))
     x = torch.randn(MANY_ROWS, spec.columns, generator=torch.Generator().manual_seed(4)).bfloat16()
     assert torch.equal(fast(x[:-1]), invariant(x[:-1]))
-    assert torch.equal(fast(x), eight(x)) and not torch.equal(fast(x), invariant(x))
-    held = [sum(t.nbytes for t in product.tensors()) for product in (invariant, fast, eight)]
-    assert held[1] == held[0] + held[2] and held[2] == spec.rows * (spec.columns + 2)
+    assert torch.equal(fast(x), second(x)) and not torch.equal(fast(x), invariant(x))
+    held = [sum(t.nbytes for t in product.tensors()) for product in (invariant, fast, second)]
+    assert held[1] == held[0] + held[2] and held[2] == spec.rows * (spec.columns + 2 * spec.columns // 96)
+
+
+@pytest.mark.parametrize(("columns", "group"), [(576, 96), (1536, 128), (640, 128), (2048, 128), (32, 32), (200, 32)])
+def test_wide_groups_divide_a_row(columns: int, group: int) -> None:
+    assert wide_group(columns) == group
 
 
 def test_int8_is_one_path_and_an_unknown_word_is_refused() -> None:

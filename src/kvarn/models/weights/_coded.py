@@ -12,7 +12,7 @@ from kvarn.kernels import code_matrix
 from kvarn.kernels._arena import Arena
 from kvarn.kernels.api import Backend, CodeMatrix, Codes
 from kvarn.models.weights._bounds import of_codes
-from kvarn.models.weights._codes import stack
+from kvarn.models.weights._codes import stack, wide_group
 from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks, Table, TensorSource, total_bytes
 
 # How one tensor is held: its raw blocks where the file is quantized, and a way to read its numbers [N, K] float32.
@@ -110,7 +110,7 @@ class CodedKind:
     """Weights as codes, activations in bfloat16 between products; sums are exact, so a row's bits depend on nothing
     beside it. for_linear: the form of the layers' matrices; for_table: that of embeddings and of the output's matrix.
     bits, group: of for_linear, where it has to round. for_many: a second form of the layers' matrices, for MANY_ROWS
-    rows and more, with codes of 8 bits and a scale a row: a byte a weight more in memory."""
+    rows and more, with codes of 8 bits and a scale each `wide_group` columns: a byte a weight more in memory."""
 
     name: str
     for_linear: Choice
@@ -130,7 +130,7 @@ class CodedKind:
 
     def bound(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.for_many is not None and x.shape[0] >= MANY_ROWS:
-            return of_codes(x, weight, 8, None)
+            return of_codes(x, weight, 8, wide_group(weight.shape[1]))
         return of_codes(x, weight, self.bits, self.group)
 
     def table(

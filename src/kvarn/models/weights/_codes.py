@@ -12,7 +12,7 @@ from torch import Tensor
 from kvarn.kernels.api import Codes
 from kvarn.models.weights.base import RawBlocks
 
-BLOCK_COLUMNS = 32
+BLOCK_COLUMNS, WIDE_COLUMNS = 32, 128
 TINY = 1e-7  # the smallest scale that half precision holds with some digits
 
 
@@ -116,6 +116,20 @@ def round_to_8_bits(weight: Tensor, group: int | None = BLOCK_COLUMNS) -> Codes:
     scale = (parts.abs().amax(-1) / 127).clamp_min(TINY).half()
     codes = torch.round(parts / scale.float().unsqueeze(-1)).clamp(-127, 127) + 128
     return Codes(codes.to(torch.uint8).flatten(1), scale, None, 128, 8)
+
+
+def wide_group(columns: int) -> int:
+    """Columns that share a scale where many rows are multiplied: the most blocks up to WIDE_COLUMNS that divide a row.
+    The work around scales then takes 8% of the products' instead of a third, and the error hardly grows; with a scale a
+    row it does (perplexity +2.7% on SmolLM2-135M, whose activations have outliers)."""
+    blocks = -(-columns // BLOCK_COLUMNS)
+    return BLOCK_COLUMNS * max(n for n in range(1, WIDE_COLUMNS // BLOCK_COLUMNS + 1) if blocks % n == 0)
+
+
+def wide_groups(raw: RawBlocks | None, numbers: Callable[[], Tensor]) -> Codes:
+    """8 bits with a scale each `wide_group` columns."""
+    weight = numbers()
+    return round_to_8_bits(weight, wide_group(weight.shape[1]))
 
 
 def parts_of(weight: Tensor, group: int | None) -> Tensor:

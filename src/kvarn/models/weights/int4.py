@@ -1,7 +1,7 @@
 """4 bits a weight and a scale for each 32: the file's own blocks where it holds such, else rounded.
 
 Embeddings and the output's matrix keep 8 bits, which is what files of 4 bits do too. FAST: prompts go through a second
-form, that of `int8`.
+form, 8 bits with fewer scales.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvarn.kernels.api import Codes
 from kvarn.models.weights._coded import CodedKind
-from kvarn.models.weights._codes import BLOCK_COLUMNS, codes_of, round_to_4_bits, round_to_8_bits
+from kvarn.models.weights._codes import BLOCK_COLUMNS, codes_of, round_to_4_bits, round_to_8_bits, wide_groups
 from kvarn.models.weights.base import RawBlocks
-from kvarn.models.weights.int8 import whole_rows
 
 
 def four_bits(raw: RawBlocks | None, numbers: Callable[[], Tensor]) -> Codes:
@@ -31,4 +30,4 @@ def own_blocks(raw: RawBlocks | None, numbers: Callable[[], Tensor]) -> Codes:
 
 
 KIND = CodedKind("int4", four_bits, own_blocks, bits=4, group=BLOCK_COLUMNS)
-FAST = replace(KIND, for_many=whole_rows)
+FAST = replace(KIND, for_many=wide_groups)

@@ -1,5 +1,5 @@
 """Each matrix as its file holds it, multiplied the fastest way known: quantized blocks stay codes (4 bits stay 4, more
-become 8), floats become bfloat16. FAST: prompts go through a second form of the codes, that of `int8`."""
+become 8), floats become bfloat16. FAST: prompts go through a second form of the codes, 8 bits with fewer scales."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from kvarn.kernels._arena import Arena
 from kvarn.models.weights._coded import CodedKind
-from kvarn.models.weights._codes import BLOCK_COLUMNS
+from kvarn.models.weights._codes import BLOCK_COLUMNS, wide_groups
 from kvarn.models.weights._float import FloatKind
 from kvarn.models.weights.base import LinearSpec, Product, Table, TensorSource
 from kvarn.models.weights.int4 import own_blocks
-from kvarn.models.weights.int8 import whole_rows
 
 
 @dataclass(frozen=True)
@@ -43,4 +42,4 @@ class NativeKind:
 _CODED = CodedKind("native", own_blocks, own_blocks, bits=8, group=BLOCK_COLUMNS)
 _FLOATS = FloatKind("native", torch.bfloat16)
 KIND = NativeKind("native", _CODED, _FLOATS)
-FAST = NativeKind("native", replace(_CODED, for_many=whole_rows), replace(_FLOATS, invariant=False))
+FAST = NativeKind("native", replace(_CODED, for_many=wide_groups), replace(_FLOATS, invariant=False))
