@@ -30,6 +30,7 @@ from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, Signal
 from kvarn.kv.rereading import Rereading, begin_rereading
 from kvarn.kv.room import Room
+from kvarn.kv.settling_room import SettlingRoom
 from kvarn.kv.sharing import PrefixSharing, why_unused
 from kvarn.kv.signals import QueryRing
 from kvarn.kv.sizing import blocks_for
@@ -69,6 +70,7 @@ class CacheManager:
         sharable = plan.mode == "paged" and model_id is not None
         self.prefixes = PrefixSharing(self.groups, plan.block_size, model_id or "") if sharable else None
         self._room = Room(plan, self.groups, self.prefixes, self._emit)
+        self._settling = SettlingRoom(self.groups, self.sequences)
         self._steps = Steps(self.sequences, self.groups, self.places, backend, self.prefixes, self._emit)
         self._deciding = Deciding(self.groups, [turns[g.layers[0]] if turns else None for g in self.groups], self._emit)
         self.peak = measure(self)
@@ -95,7 +97,8 @@ class CacheManager:
                 sought = sought[:prompt_tokens]
             match = self.prefixes.lookup(seq_id, sought, namespace)
         place = self.prefixes.index.acquire(match) if self.prefixes and match else None
-        if short := self._room.short_for(len(token_ids), headroom_tokens, match):
+        short = self._room.short_for(len(token_ids), headroom_tokens, match)
+        if short := short or self._settling.short_for_tokens(policy, len(token_ids)):
             if self.prefixes and place:
                 self.prefixes.index.unpin(place)
             return short
@@ -131,7 +134,7 @@ class CacheManager:
             return None
         new = to_tokens - state.length
         wants = [g.blocks_wanted(r, new) for g, r in zip(self.groups, state.rows, strict=True)]
-        if short := self._room.make(wants):
+        if short := self._settling.short_for_blocks(state.policy, wants) or self._room.make(wants):
             return short
         for index, (group, row, want) in enumerate(zip(self.groups, state.rows, wants, strict=True)):
             if want and (taken := group.take(row, new)):
@@ -150,6 +153,8 @@ class CacheManager:
         if len(self.sequences) >= self.plan.max_seqs:
             return self._room.no_slot()
         parent = self.sequences[parent_id]
+        if short := self._settling.short_for_child(parent):
+            return short
         for group in self.groups:
             group.settle_mass()
         child = parent.child(child_id, tuple(g.take_row() for g in self.groups))

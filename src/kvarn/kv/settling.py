@@ -30,6 +30,10 @@ class SettleIn(KVPolicy):
     def tiers(self) -> tuple[str, ...]:
         return (self.format,)
 
+    @property
+    def settles_in(self) -> str:
+        return self.format
+
     def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
         return length >= self.residual_tokens + block_size
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from kvarn.core.cache_params import CacheParams
 from kvarn.core.errors import IncompatiblePlan
 from kvarn.core.requests import SamplingParams
 from kvarn.kv.choice import parse_choice
 from kvarn.kv.manager import CacheManager
-from support.engines import Watch, held_blocks, make_engine, serve
+from support.engines import SMALL, Watch, block_bytes, held_blocks, make_engine, serve
+from support.models import tiny_model
 
 PROMPT = [(7 * i * i + 3 * i) % 250 for i in range(45)]
 ANSWER = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -108,3 +113,30 @@ def test_a_policy_that_reads_the_prompt_says_why_nothing_was_found() -> None:
     trace = watch.outputs["b"].completions[0].trace
     assert trace is not None and trace.cached_tokens == 0
     assert trace.prefix == "the policy h2o reads what the whole prompt attends to, so all of it is computed"
+
+
+def test_a_small_cache_changes_no_token_of_what_settles() -> None:
+    """Each block that is to settle finds room: others are preempted for it, if need be."""
+    found = []
+    for blocks in (None, 24):
+        asked: dict[str, Any] = {
+            "also": ("int4",),
+            "block_size": 8,
+            "max_seqs": 8,
+            "step_tokens": 64,
+            "prefix_caching": False,
+        }
+        small = replace(SMALL, **asked)
+        room: dict[str, Any] = (
+            {} if blocks is None else {"kv_memory_bytes": blocks * block_bytes(tiny_model("llama"), small)}
+        )
+        watch = Watch(make_engine(**asked, **room))
+        for i in range(8):
+            ids = [(7 * i + 3 * j) % 90 + 10 for j in range(25 + i)]
+            params = SamplingParams(max_tokens=60, ignore_eos=True, n=1 + (i == 3), temperature=0.5, seed=i)
+            watch.engine.add_request(str(i), ids, params, cache=CacheParams("int4"))
+        watch.finish()
+        outputs = [watch.outputs[str(i)].completions for i in range(8)]
+        found.append([(c.token_ids, c.trace and c.trace.bytes_by_format) for each in outputs for c in each])
+        assert (blocks is None) == (not watch.preemptions)
+    assert found[0] == found[1]

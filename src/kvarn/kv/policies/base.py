@@ -177,6 +177,11 @@ class KVPolicy:
     query_tokens: int = field(default=1, kw_only=True)
 
     @property
+    def settles_in(self) -> str | None:
+        """The format in which all of its blocks come to rest; room for that is kept for each."""
+        return None
+
+    @property
     def tiers(self) -> tuple[str, ...]:
         """Formats of further pools that it moves tokens into, which an engine has that may be asked for it."""
         return ()
