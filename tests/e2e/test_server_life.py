@@ -301,3 +301,26 @@ def test_open_requests_end_before_the_server_does() -> None:
         assert not running.thread.alive
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{running.url}/health")
+
+
+def test_who_waits_for_a_shared_beginning_says_so() -> None:
+    body = {"prompt": "long ago " * 11, "max_tokens": 3, "ignore_eos": True, "kvarn": True}
+    with running_server(step_tokens=300) as server, client(server) as http:
+        answers: list[dict[str, Any]] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body).json()))
+            for _ in range(3)
+        ]
+        server.thread.call(lambda e: time.sleep(0.5))  # so that all three come into the same step
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        waited = [a for a in answers if "with which both begin" in str(a["kvarn"])]
+        assert len(waited) == 2
+        cached = sorted(a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers)
+        assert cached[0] == 0 and cached[1] == cached[2] >= 64
+        assert samples(http)["kvarn:steps_with_waiting_total"] >= 1
+        with http.stream("GET", "/v1/kvarn/events", params={"replay": 1000}) as events:
+            held = next(line for line in events.iter_lines() if "with which both begin" in line)
+        assert json.loads(held.removeprefix("data: "))["kind"] == "request_held"
