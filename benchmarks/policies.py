@@ -49,7 +49,12 @@ class Collect(KVPolicy):
 
     grain: ClassVar[Grain] = "head"
     needs: ClassVar[frozenset[Signal]] = frozenset(Signal) - {Signal.RECONSTRUCTION}
-    query_tokens: int = field(default=128, kw_only=True)
+    query_tokens: int = field(default=1, kw_only=True)
+    skip: int = field(default=0, kw_only=True)
+
+    @property
+    def first_query(self) -> int:
+        return self.skip
 
     def due(self, length: int, prompt_tokens: int, longest_row: int, block_size: int, bytes_per_token: int) -> bool:
         return False
@@ -61,7 +66,7 @@ class Collect(KVPolicy):
 class Bench:
     """One model, one cache that holds two sequences."""
 
-    def __init__(self, length: int, query_tokens: int, choices: Sequence[str]) -> None:
+    def __init__(self, length: int, choices: dict[str, KVPolicy | None]) -> None:
         files = resolve("smollm2-135m")
         self.name, self.tokenizer, self._model = files.name, load_tokenizer(files), load_model(files, "native")
         options = EngineOptions(
@@ -71,10 +76,13 @@ class Bench:
             context_tokens=length + 1,
             prefix_caching=False,
             block_size=BLOCK,
-            also=tuple(choices),
+            also=tuple(name for name in choices if name != "full"),
         )
         self._cache = assemble(self._model, self.tokenizer, load_backend(None), options).engine.cache
-        self._collect, self._reach = Collect(query_tokens=query_tokens), length + 1
+        policies = [p for p in choices.values() if p is not None]
+        (skip,) = {p.first_query for p in policies if Signal.QUERY_MOMENTS in p.signals} or {0}
+        self._collect = Collect(query_tokens=max((p.query_tokens for p in policies), default=1), skip=skip)
+        self._reach = length + 1
 
     def begin(self, ids: Sequence[int]) -> None:
         if PARENT in self._cache.sequences:
@@ -106,8 +114,10 @@ class Bench:
         counted = [None if p.mass is None else p.mass.copy() for g in groups for p in g.pools]
         state = self._cache.sequences[CHILD]
         state.policy, state.prompt_tokens, state.decided_blocks = policy, state.length, -1
-        wants = policy is not None and Signal.RECENT_QUERIES in policy.signals
-        state.rings = tuple(newest(r, policy.query_tokens) if wants and policy else None for r in state.rings)
+        wants = frozenset() if policy is None else policy.signals
+        recent = policy.query_tokens if policy is not None and Signal.RECENT_QUERIES in wants else 0
+        state.rings = tuple(newest(r, recent) if recent else None for r in state.rings)
+        state.moments = state.moments if Signal.QUERY_MOMENTS in wants else ()
         begun = time.perf_counter()
         self._decide()
         decision_s = time.perf_counter() - begun
@@ -222,8 +232,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     choices = {c.text: policy_of(c) for c in parse_choices(f"full; {asked.caches}")}
-    query_tokens = max(p.query_tokens for p in choices.values() if p is not None)
-    bench = Bench(max(asked.lengths), query_tokens, [name for name in choices if name != "full"])
+    bench = Bench(max(asked.lengths), choices)
     settings = Settings(
         text=shipped_text(), lengths=asked.lengths, depths=asked.depths, cases=asked.cases, seed=asked.seed
     )

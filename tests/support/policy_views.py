@@ -39,6 +39,12 @@ class Numbers:
     def queries(self) -> Tensor:
         return torch.from_numpy(self._rows(self.q)[:, -self.query_tokens :])
 
+    def query_moments(self) -> tuple[Tensor, Tensor]:
+        """Of the random queries as if they were not rotated yet, the first two left out."""
+        q = torch.from_numpy(self._rows(self.q)).double()[:, 2:]
+        away = q - q.mean(1, keepdim=True)
+        return q.mean(1).float(), (torch.einsum("rtgi,rtgj->rgij", away, away) / q.shape[1]).float()
+
     def recent_weights(self, row: int) -> np.ndarray:
         return self._rows(self.weights)[row, -self.query_tokens :][..., self.kept[row]]
 

@@ -194,8 +194,9 @@ def _format_of(part: str) -> tuple[str, int | None]:
 
 
 def _parameters(policy: type[KVPolicy]) -> dict[str, Field[Any]]:
-    """What may be given: all fields, but query_tokens only where the policy reads queries."""
-    reads = "recent_queries" in policy.needs
+    """What may be given: all fields, but query_tokens only where the policy reads queries, or has a default of its own
+    for them."""
+    reads = "recent_queries" in policy.needs or "query_tokens" in vars(policy)
     return {f.name: f for f in fields(policy) if f.name != "query_tokens" or reads}
 
 

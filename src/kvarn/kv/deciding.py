@@ -62,9 +62,12 @@ class Deciding:
             group.settle_mass()
         rings = state.rings or (None,) * len(self._groups)
         reread = state.reread or (None,) * len(self._groups)
+        moments = state.moments or (None,) * len(self._groups)
         return tuple(
-            group_view(g, r, state.length, ring, turn, again) if governed(g.spec) else None
-            for g, r, ring, turn, again in zip(self._groups, state.rows, rings, self._turns, reread, strict=True)
+            group_view(g, r, state.length, ring, turn, summed, again) if governed(g.spec) else None
+            for g, r, ring, turn, summed, again in zip(
+                self._groups, state.rows, rings, self._turns, moments, reread, strict=True
+            )
         )
 
     def _governed_bytes(self) -> int:

@@ -26,6 +26,7 @@ from kvarn.kernels.api import Backend
 from kvarn.kv.deciding import Deciding
 from kvarn.kv.governing import check_policy, governed
 from kvarn.kv.group import CacheGroup
+from kvarn.kv.moments import QueryMoments
 from kvarn.kv.places import layer_places
 from kvarn.kv.policies.base import Decision, KVPolicy, Signal
 from kvarn.kv.rereading import Rereading, begin_rereading
@@ -103,7 +104,8 @@ class CacheManager:
                 self.prefixes.index.unpin(place)
             return short
         state = SequenceState(seq_id, tuple(g.take_row() for g in self.groups), place=place)
-        state.policy, state.prompt_tokens, state.rings = policy, prompt_tokens, _rings(policy, self.groups)
+        state.policy, state.prompt_tokens = policy, prompt_tokens
+        state.rings, state.moments = _rings(policy, self.groups), _moments(policy, self.groups)
         self.sequences[seq_id] = state
         if self.plan.mode == "contiguous" and (short := self._reserve_context(state)):
             self.release(seq_id)
@@ -236,8 +238,8 @@ class CacheManager:
         self._steps.come_to_rest(seq_id)
 
     def abort_step(self, spans: Sequence[Span]) -> list[int]:
-        """Forget what a step wrote: the slots of these spans hold nothing. Returns the sequences whose attention mass
-        has counted the step all the same, so that policies must not read it."""
+        """Forget what a step wrote: the slots of these spans hold nothing. Returns the sequences whose sums, of
+        attention mass or of queries, have counted the step all the same, so that policies must not read them."""
         return self._steps.abort(spans)
 
     # -- policies -------------------------------------------------------------------------------------------------
@@ -325,6 +327,12 @@ def _rings(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[Query
     if policy is None or Signal.RECENT_QUERIES not in policy.signals:
         return ()
     return tuple(QueryRing(policy.query_tokens) if governed(g.spec) else None for g in groups)
+
+
+def _moments(policy: KVPolicy | None, groups: Sequence[CacheGroup]) -> tuple[QueryMoments | None, ...]:
+    if policy is None or Signal.QUERY_MOMENTS not in policy.signals:
+        return ()
+    return tuple(QueryMoments(policy.first_query, len(g.layers)) if governed(g.spec) else None for g in groups)
 
 
 def _quiet(emit: EventSink | None) -> EventSink:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvarn.kernels.api import PoolView, StepRows
 from kvarn.kv.group import CacheGroup
+from kvarn.kv.moments import QueryMoments
 from kvarn.kv.policies.base import GroupView
 from kvarn.kv.pool import EMPTY
 from kvarn.kv.signals import QueryRing
@@ -26,6 +27,7 @@ class TensorReader:
     row: int
     length: int
     ring: QueryRing | None
+    moments: QueryMoments | None = None
 
     def keys(self) -> Tensor:
         return self._decoded()[0]
@@ -45,6 +47,12 @@ class TensorReader:
         layers, w, heads, dim = kept.shape
         grouped = kept.view(layers, w, self.group.spec.kv_heads, heads // self.group.spec.kv_heads, dim)
         return grouped.permute(0, 2, 1, 3, 4).flatten(0, 1)
+
+    def query_moments(self) -> tuple[Tensor, Tensor]:
+        assert self.moments is not None, "the policy did not ask for the moments of its queries"
+        heads = self.group.spec.kv_heads
+        mean, covariance = (t.unflatten(1, (heads, -1)).flatten(0, 1) for t in self.moments.read())
+        return mean, covariance
 
     def recent_mass(self) -> np.ndarray:
         kept, ring = self._ring()
@@ -134,6 +142,7 @@ def group_view(
     length: int,
     ring: QueryRing | None,
     turn: Turn | None = None,
+    moments: QueryMoments | None = None,
     reread: np.ndarray | None = None,
 ) -> GroupView:
     """The view of the sequence whose first table row is `row`. reread [R, n]: see GroupView.reconstruction."""
@@ -147,7 +156,7 @@ def group_view(
         stores = [p.mass if p.mass is not None else np.zeros(p.positions.shape, np.float32) for p in group.pools]
         mass = _gathered(group, rows, stores, 0.0)[:, :longest]
     heads = group.spec.kv_heads if group.grain == "head" else 1
-    reader = TensorReader(group, row, length, ring)
+    reader = TensorReader(group, row, length, ring, moments)
     columns = int(group.tables.length[rows].max(initial=0))
     pools = np.repeat(group.tables.pool[rows, :columns], group.block_size, axis=1)
     return GroupView(

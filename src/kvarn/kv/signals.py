@@ -1,7 +1,8 @@
 """What policies read beside positions, collected while a step runs: attention mass a slot, and the last queries.
 
 Only sequences whose policy asks pay. The mass needs a second pass over their keys a layer, and a counter of 4 bytes for
-each slot, layer and KV head that a sequence's table rows could hold; the queries need w rows of them a layer.
+each slot, layer and KV head that a sequence's table rows could hold; the queries need w rows of them a layer, their
+mean and covariance D + D * D numbers a layer and query head.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvarn.kernels.api import AttendParams, Backend, PoolView, StepKernel, StepRows, TableView
+from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepKernel, StepRows, TableView
+from kvarn.kv.moments import QueryMoments
 from kvarn.kv.pool import BlockPool
 from kvarn.kv.table import BlockTables
 
 
 class Wants(NamedTuple):
-    """What one span of a step must bring. queries: where its last queries go, None: nowhere."""
+    """What one span of a step must bring. queries: where its last queries go, moments: where all are summed up; None:
+    nowhere."""
 
     mass: bool
     queries: QueryRing | None
+    moments: QueryMoments | None = None
 
 
 NOTHING = Wants(False, None)
@@ -126,8 +130,9 @@ class GroupSignals:
         """kernel: of the whole step."""
         self._starts = rows.query_start.tolist()
         self._rings = [(s, w.queries) for s, w in enumerate(wants) if w.queries is not None]
+        self._moments = [(s, w.moments) for s, w in enumerate(wants) if w.moments is not None]
         self._massed = [s for s, w in enumerate(wants) if w.mass]
-        self._layers, self._kernel, self._take = layers, kernel, None
+        self._layers, self._kernel, self._step_kernel, self._take = layers, kernel, kernel, None
         self._mass: Tensor | None = None
         if self._massed and len(self._massed) < len(wants):
             chosen, self._take, seen = self._subset(rows, table)
@@ -153,8 +158,12 @@ class GroupSignals:
         )
         return StepRows(start, rows.positions[take], max(map(len, spans), default=0)), take, first
 
-    def collect(self, q: Tensor, lse: Tensor, layer: int, params: AttendParams) -> None:
-        """q [T, Hq, D], rotated, and lse [T, Hq] of one layer of the step."""
+    def collect(self, plain: Tensor, rope: Rope | None, lse: Tensor, layer: int, params: AttendParams) -> None:
+        """plain [T, Hq, D], which rope rotates (None: it is, or is not to be), and lse [T, Hq] of one layer."""
+        q = plain if rope is None else self._step_kernel.rope(plain, rope)
+        for s, moments in self._moments:
+            mine = slice(self._starts[s], self._starts[s + 1])
+            moments.push(layer, plain[mine], None if rope is None else Rope(rope.cos[mine], rope.sin[mine]))
         for s, ring in self._rings:
             ring.push(layer, self._layers, q[self._starts[s] : self._starts[s + 1]], params)
         if self._mass is not None:

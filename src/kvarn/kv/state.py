@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvarn.kv.moments import QueryMoments
 from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.prefix_node import Node
 from kvarn.kv.prefix_why import Why
@@ -17,8 +18,8 @@ from kvarn.kv.turning import Written
 class SequenceState:
     """rows: its first table row in each group. length: tokens whose K and V are in the cache; reserved: how many could
     be, before another block is taken. token_ids: the committed tokens. policy: what decides over its blocks; rings: the
-    queries it reads, for each group; decided_blocks: full blocks of the text when it was asked last, -1 before that;
-    written: of each group whose first blocks were turned, how they were written;
+    queries it reads, moments: those of all its queries, for each group; decided_blocks: full blocks of the text when it
+    was asked last, -1 before that; written: of each group whose first blocks were turned, how they were written;
     reread: for each group, the weights that reading the text again gave its tokens [R, n], once that was done;
     filled: the last step filled a block; grown: tokens that it brought. place: where it stands in the prefix index,
     None where it has no part in it; indexed: its blocks that the index knows. prefix_why: why its
@@ -33,6 +34,7 @@ class SequenceState:
     policy: KVPolicy | None = None
     prompt_tokens: int = 0
     rings: tuple[QueryRing | None, ...] = ()
+    moments: tuple[QueryMoments | None, ...] = ()
     decided_blocks: int = -1
     reread: tuple[np.ndarray | None, ...] = ()
     written: dict[int, Written] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class SequenceState:
             reserved=self.length,
             token_ids=list(self.token_ids),
             rings=tuple(r and r.copy() for r in self.rings),
+            moments=tuple(m and m.copy() for m in self.moments),
             written=dict(self.written),
             filled=False,
             place=None,

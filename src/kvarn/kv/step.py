@@ -83,7 +83,7 @@ class PagedLayerKV:
         lse = torch.empty(q.shape[:2], dtype=torch.float32) if signals is not None else None
         out = sealed.kernel.append_and_attend(q, None, None, rope, layer, params, lse)
         if signals is not None and lse is not None:
-            signals.collect(q if rope is None else self.group.kernel.rope(q, rope), lse, layer, params)
+            signals.collect(q, rope, lse, layer, params)
         return out
 
     def _watched(
@@ -99,7 +99,7 @@ class PagedLayerKV:
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         kernel, layer = self.group.kernel, self.place.index
         out = kernel.append_and_attend(q, k, v, rope, layer, params, lse)
-        signals.collect(q if rope is None else kernel.rope(q, rope), lse, layer, params)
+        signals.collect(q, rope, lse, layer, params)
         return out
 
 

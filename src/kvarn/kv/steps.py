@@ -17,6 +17,8 @@ from kvarn.kv.signals import NOTHING, Wants
 from kvarn.kv.state import SequenceState
 from kvarn.kv.step import CacheStep, Span, build_step
 
+COUNTED = {Signal.ATTENTION_MASS, Signal.QUERY_MOMENTS}
+
 
 class Steps:
     """sequences: the manager's own, to look up."""
@@ -77,9 +79,9 @@ class Steps:
         """Seal what the last step made old enough, give the prefix index what is complete, give back what is behind
         every window."""
         state = self.sequences[seq_id]
-        for ring in state.rings:
-            if ring is not None:
-                ring.commit(state.grown)
+        for queries in (*state.rings, *state.moments):
+            if queries is not None:
+                queries.commit(state.grown)
         for index, (group, row) in enumerate(zip(self.groups, state.rows, strict=True)):
             source, target = group.seals.seal_rows(row, state.grown)
             if source:
@@ -93,18 +95,18 @@ class Steps:
                 self._emit(BlocksDropped(seq_id, index, dropped, "behind the window"))
 
     def abort(self, spans: Sequence[Span]) -> list[int]:
-        """Forget what a step wrote: the slots of these spans hold nothing. Returns the sequences whose attention mass
-        has counted the step all the same, so that policies must not read it."""
+        """Forget what a step wrote: the slots of these spans hold nothing. Returns the sequences whose sums, of
+        attention mass or of queries, have counted the step all the same, so that policies must not read them."""
         counted = []
         for span in spans:
             if state := self.sequences.get(span.seq_id):
                 for group, row in zip(self.groups, state.rows, strict=True):
                     group.seals.break_promises(row)
                     group.empty_slots(row, 0, span.n_tokens)
-                for ring in state.rings:
-                    if ring is not None:
-                        ring.abort()
-                if state.policy is not None and Signal.ATTENTION_MASS in state.policy.signals:
+                for queries in (*state.rings, *state.moments):
+                    if queries is not None:
+                        queries.abort()
+                if state.policy is not None and state.policy.signals & COUNTED:
                     counted.append(span.seq_id)
         return counted
 
@@ -120,4 +122,5 @@ def _wanted(state: SequenceState, group: int) -> Wants:
     if state.policy is None:
         return NOTHING
     ring = state.rings[group] if state.rings else None
-    return Wants(Signal.ATTENTION_MASS in state.policy.signals, ring)
+    moments = state.moments[group] if state.moments else None
+    return Wants(Signal.ATTENTION_MASS in state.policy.signals, ring, moments)

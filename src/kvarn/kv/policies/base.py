@@ -28,6 +28,7 @@ class Signal(StrEnum):
 
     ATTENTION_MASS = "attention_mass"  # a slot's softmax weights, summed over all queries so far and the head's group
     RECENT_QUERIES = "recent_queries"  # the last `query_tokens` queries of every layer, rotated
+    QUERY_MOMENTS = "query_moments"  # mean and covariance of all queries so far before their rotation, by query head
     KEYS = "keys"
     VALUES = "values"
     RECONSTRUCTION = "reconstruction"  # the largest weight a slot gets while the model repeats the text
@@ -102,6 +103,11 @@ class GroupView:
         """[R, w, G, D] float32: the last w queries of each row's layer and head, rotated."""
         return self.reader.queries()
 
+    def query_moments(self) -> tuple[Tensor, Tensor]:
+        """(mean [R, G, D], covariance [R, G, D, D]) float32 of all queries from the policy's first_query on, before
+        their rotation."""
+        return self.reader.query_moments()
+
     def recent_mass(self) -> np.ndarray:
         """[R, S] float32: the softmax weights of the last w queries alone, summed over them and the head's group."""
         return self.reader.recent_mass()
@@ -123,6 +129,7 @@ class GroupReader(Protocol):
     def keys(self) -> Tensor: ...
     def values(self) -> Tensor: ...
     def queries(self) -> Tensor: ...
+    def query_moments(self) -> tuple[Tensor, Tensor]: ...
     def recent_mass(self) -> np.ndarray: ...
     def recent_weights(self, row: int) -> np.ndarray: ...
 
@@ -185,6 +192,11 @@ class KVPolicy:
     def tiers(self) -> tuple[str, ...]:
         """Formats of further pools that it moves tokens into, which an engine has that may be asked for it."""
         return ()
+
+    @property
+    def first_query(self) -> int:
+        """The query from which on QUERY_MOMENTS counts them."""
+        return 0
 
     @property
     def signals(self) -> frozenset[Signal]:

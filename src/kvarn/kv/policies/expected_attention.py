@@ -21,24 +21,33 @@ class ExpectedAttention(ScoredPolicy):
     exp(mu.k / sqrt(d) + k'Sk / 2d). That, normalised over the keys but the sinks, times the norm of the value, is the
     score.
 
-    Here: mu and S come from the last `query_tokens` queries, turned back, by query head; the heads that share a KV head
-    are averaged. The paper takes the whole prompt's hidden states; kept queries cost less and follow the answer.
+    Here: mu and S are those of all queries of the text so far but the sinks' (as in the authors' code), by query head;
+    the heads that share a KV head are averaged. With `query_tokens` above 0 they are those of the last so many queries,
+    turned back, which follows a text that changes its subject.
     """
 
-    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RECENT_QUERIES, Signal.KEYS, Signal.VALUES, Signal.ROTATION})
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KEYS, Signal.VALUES, Signal.ROTATION})
     sinks: int = 4
     recent: int = 0
-    query_tokens: int = field(default=128, kw_only=True)
+    query_tokens: int = field(default=0, kw_only=True)
     future_tokens: int = 512
     epsilon: float = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.future_tokens < 1 or self.query_tokens < 1 or not self.epsilon >= 0:
+        if self.future_tokens < 1 or not self.epsilon >= 0:
             raise IncompatiblePlan(
-                f"future_tokens {self.future_tokens}, query_tokens {self.query_tokens}, epsilon {self.epsilon}",
-                fixes=("use 1 or more tokens, and an epsilon of 0 or more",),
+                f"future_tokens {self.future_tokens}, epsilon {self.epsilon}",
+                fixes=("use 1 or more future_tokens, and an epsilon of 0 or more",),
             )
+
+    @property
+    def first_query(self) -> int:
+        return self.sinks
+
+    @property
+    def signals(self) -> frozenset[Signal]:
+        return self.needs | {Signal.RECENT_QUERIES if self.query_tokens else Signal.QUERY_MOMENTS}
 
     def scores(self, group: GroupView, view: SequenceView) -> np.ndarray:
         keys, held = group.keys(), torch.from_numpy(group.positions >= 0)
@@ -51,11 +60,8 @@ class ExpectedAttention(ScoredPolicy):
     def _expected(self, group: GroupView, length: int, keys: Tensor) -> Tensor:
         """log E[exp(q.k / sqrt(d))] [R, G, S]. keys [R, S, D]."""
         assert group.turn is not None, "the model's rotation was asked for"
-        queries, dim = group.queries(), keys.shape[-1]  # [R, w, G, D]
-        asked = group.turn(torch.arange(length - queries.shape[1], length))
-        plain = turned(queries, Rope(asked.cos, -asked.sin))
-        mean = plain.mean(1)  # [R, G, D]
-        spread = torch.einsum("rwgi,rwgj->rgij", plain - mean[:, None], plain - mean[:, None]) / plain.shape[1]
+        dim = keys.shape[-1]
+        mean, spread = self._recent_moments(group, length) if self.query_tokens else group.query_moments()
         ahead = group.turn(torch.arange(length, length + self.future_tokens))
         rotation = turned(
             torch.eye(dim)[None, None], Rope(ahead.cos.mean(0, keepdim=True), ahead.sin.mean(0, keepdim=True))
@@ -64,6 +70,15 @@ class ExpectedAttention(ScoredPolicy):
         linear = torch.einsum("rgd,rsd->rgs", mean, keys) / dim**0.5
         squares = [torch.linalg.vecdot(keys @ of_head, keys) for of_head in spread.unbind(1)]  # [R, S] each
         return linear + torch.stack(squares, 1) / (2 * dim)
+
+    def _recent_moments(self, group: GroupView, length: int) -> tuple[Tensor, Tensor]:
+        """Of the last query_tokens queries: mean [R, G, D] and covariance [R, G, D, D]."""
+        assert group.turn is not None, "the model's rotation was asked for"
+        queries = group.queries()  # [R, w, G, D]
+        asked = group.turn(torch.arange(length - queries.shape[1], length))
+        plain = turned(queries, Rope(asked.cos, -asked.sin))
+        mean = plain.mean(1)
+        return mean, torch.einsum("rwgi,rwgj->rgij", plain - mean[:, None], plain - mean[:, None]) / plain.shape[1]
 
 
 def turned(x: Tensor, rope: Rope) -> Tensor:
