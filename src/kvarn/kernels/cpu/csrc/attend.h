@@ -9,53 +9,93 @@
 
 namespace {
 
-// Softmax numerators of one row over the split's visited columns; pairs for the columns whose V is mixed by dot products.
-inline void exponentiate(const Shape& h, const Work& w, int n, int r, float* x, float peak, float* sum) {
+// Softmax numerators of one row over the split's visited columns; pairs for the columns whose V is mixed by dot products,
+// products with the tokens' scales for int8. The first rows of a head ask for the next keys where integers mix.
+inline void exponentiate(const Step& s, const Shape& h, const Work& w, int n, int r, bool asking, float* x, float peak, float* sum) {
   vf lanes{};
   [[maybe_unused]] auto* pairs = reinterpret_cast<uint16_t*>(w.p_dot) + int64_t(r) * h.columns * h.padded_block;
-  float safe = peak == -__builtin_inff() ? 0.0f : peak;
-  for (int i = 0; i < n; i++) {
-    const bool dot = w.columns[i].v_way == kDot;
-    for (int j = i * h.padded_block; j < (i + 1) * h.padded_block; j += W) {
-      vf e = vexp(load<vf>(x + j) - safe);
-      lanes += e;
-      if (dot) {
+  const int64_t room = int64_t(h.padded_block) * (s.v_dim / 32);
+  const float safe = peak == -__builtin_inff() ? 0.0f : peak;
+  for (int i = 0; i < n; i++, x += h.padded_block, pairs += h.padded_block) {
+    const Column& col = w.columns[i];
+    if (col.v_way == kDot) {
+      for (int j = 0; j < h.padded_block; j += W) {
+        vf e = vexp_below(load<vf>(x + j) - safe);
+        lanes += e;
 #if defined(__AVX512BF16__)
         store(pairs + j, _mm512_cvtneps_pbh((__m512)e));
 #endif
-      } else {
-        store(x + j, e);
       }
+      continue;
     }
+    const float* scale = col.v_way == kInteger && !is_affine(col.pool->v.codec) ? w.v_scale + i * room : nullptr;
+    Ahead ahead = w.ahead[i];
+    for (int j = 0; j < h.padded_block; j += W) {
+      if (asking && col.v_way == kInteger) ask<kExpLines>(ahead);
+      vf e = vexp_below(load<vf>(x + j) - safe);
+      lanes += e;
+      store(x + j, scale ? e * load<vf>(scale + j) : e);
+    }
+    w.ahead[i] = ahead;
   }
   *sum = hsum(lanes);
 }
 
 inline void zero(float* x, int64_t n) { __builtin_memset(x, 0, n * sizeof(float)); }
 
-// Ask for the keys of the column that stands as far into the next split as `index` does into this one.
-INLINE void prefetch_next(const Step& s, const AttendCall& c, const Tile& t, int column) {
-  if (!t.walked || column >= s.table.length[t.row]) return;
-  const int64_t at = int64_t(t.row) * s.table.columns + column;
-  for (int k = 0; k < t.n_heads; k++) prefetch_k(s, s.pools[s.table.pool[at]], s.table.block[at], c.layer, t.head + k);
+// Goes over the keys of a split in the order in which they lie in memory, block by block and head by head.
+struct NextKeys {
+  const Tile* tile;  // null: there are none
+  int column, end, head;
+};
+INLINE NextKeys keys_after(const Step& s, const Shape& h, const Tile& t, const Walk& walk, int end) {
+  const int length = s.table.length[t.row];
+  if (walk.on && end < length) return {&t, end, imin(end + h.columns, length), 0};
+  if (walk.after == nullptr) return {nullptr, 0, 0, 0};
+  return {walk.after, 0, imin(h.columns, s.table.length[walk.after->row]), 0};
+}
+// Ask for the keys that come next: their scales at once, their codes in the lines that are returned, beside a block that is mixed
+// in this way. here: something at hand.
+INLINE Ahead ask_next(const Step& s, const AttendCall& c, const Shape& h, NextKeys& next, const uint8_t* here, Way way) {
+  if (next.tile == nullptr || next.column >= next.end) return {here, 0};
+  const int64_t entry = int64_t(next.tile->row) * s.table.columns + next.column, block = s.table.block[entry];
+  const int index = s.table.pool[entry], head = next.tile->head + next.head;
+  const Pool& pool = s.pools[index];
+  if (++next.head == next.tile->n_heads) next.head = 0, next.column++;
+  prefetch_k(s, pool, block, c.layer, head, h.ask_k[index].from[way]);
+  return {at(pool.k.part[0], block, c.layer, head), h.ask_k[index].step[way]};
 }
 
 inline void attend_split(const Step& s, const AttendCall& c, const Shape& h, const Tile& t, const Work& w, int begin,
-                         int end, const Partial& out) {
-  int n = score_split(s, c, h, t, w, begin, end, out.peak);
+                         int end, Walk& walk, const Partial& out) {
+  int n = score_split(s, c, h, t, w, begin, end, walk.asked_columns, out.peak);
   const int64_t width = int64_t(h.columns) * h.padded_block;
   zero(out.mix, int64_t(t.n_rows) * h.padded_v);
   bool turbo = false;
   for (int i = 0; i < n; i++) turbo |= is_turbo(w.columns[i].pool->v.codec);
   if (turbo) zero(w.mix_turbo, int64_t(t.n_rows) * h.padded_v);
-  for (int r = 0; r < t.n_rows; r++) exponentiate(h, w, n, r, w.scores + r * width, out.peak[r], out.sum + r);
+  NextKeys next = keys_after(s, h, t, walk, end);
+  const int next_begin = next.column;
+  for (int k = 0; k < t.n_heads; k++) {
+    const HeadRows rows{t.head + k, k * t.head_rows, t.head_rows};
+    if (h.any_v_integer) stage_v_scales(s, c, h, w, n, rows.head);
+    for (int i = 0; i < n; i++)
+      if (w.columns[i].v_way == kInteger) w.ahead[i] = ask_next(s, c, h, next, reinterpret_cast<const uint8_t*>(w.scores), kInteger);
+    for (int r = 0; r < rows.n; r++)
+      exponentiate(s, h, w, n, rows.first + r, r < imin(h.group, kExpRows), w.scores + (rows.first + r) * width,
+                   out.peak[rows.first + r], out.sum + rows.first + r);
+    if (h.any_v_integer) mix_by_integers(s, c, h, w, n, rows, width, out.mix + int64_t(rows.first) * h.padded_v);
+  }
   for (int i = 0; i < n; i++) {
-    prefetch_next(s, c, t, end + i);
+    const Column& col = w.columns[i];
+    if (col.v_way == kInteger) continue;
     for (int k = 0; k < t.n_heads; k++) {
       const HeadRows rows{t.head + k, k * t.head_rows, t.head_rows};
-      mix_block(s, c, h, w, w.columns[i], rows, i, width, out.mix + int64_t(rows.first) * h.padded_v);
+      const Ahead ahead = ask_next(s, c, h, next, reinterpret_cast<const uint8_t*>(w.scores), col.v_way);
+      mix_block(s, c, h, w, col, rows, i, width, out.mix + int64_t(rows.first) * h.padded_v, ahead);
     }
   }
+  walk.asked_columns = next.column - next_begin;
   if (!turbo) return;
   for (int r = 0; r < t.n_rows; r++) {
     float *turned = w.mix_turbo + int64_t(r) * h.padded_v, *mix = out.mix + int64_t(r) * h.padded_v;

@@ -3,8 +3,8 @@
 // Scores: a query is rounded to N signed bytes, digits in base 256, with a power of two as its step, so that q . k is a sum
 // of N integer products. Two bytes (int8 keys) hold a bfloat16 above 1/128 of its row's largest exactly, but for the very
 // largest, and others to 2^-16 of it; three bytes (per-channel scales folded into the query) err by 2^-23.
-// Mixing: a softmax weight times its token's scale is rounded to 16 bits of the largest scale of its 32 tokens, so a weight
-// is off by 2^-17 of the split's peak at most.
+// Mixing: a softmax weight times its token's scale is rounded to 16 bits of the row's largest such product in the split, so
+// that one integer sum a channel goes through all of a split's blocks.
 // Integer sums are exact, so no result depends on how many rows or tokens go together. Everything works on stripes of 32
 // tokens; how packed codes stand in a stripe is said in codecs.h.
 #pragma once
@@ -19,18 +19,30 @@ constexpr bool kHasIntegers = false;
 #endif
 
 constexpr int kStripe = 32;      // tokens that one product takes
-constexpr int kPartBytes = 256;  // room of one part of a query: the widest head that these products take
-constexpr int kMaxParts = 3;
+constexpr int kWidest = 256;     // channels of a head
 
-constexpr int parts_of(int codec) { return codec == kInt8 ? 2 : 3; }
 
 INLINE bool k_by_integers(int codec, int dim, int block, int dtype) {
   return kHasIntegers && dtype == kBFloat16 && (codec == kInt8 || is_affine(codec)) && dim % 16 == 0 &&
-         dim <= kPartBytes && block % kStripe == 0;
+         dim <= kWidest && block % kStripe == 0;
 }
 INLINE bool v_by_integers(int codec, int dim, int block, int dtype) {
   return kHasIntegers && dtype == kBFloat16 && (codec == kInt8 || is_affine(codec)) && dim % 64 == 0 && block % kStripe == 0;
 }
+
+constexpr int kScoreLines = 2;  // lines asked for beside four channels of keys,
+constexpr int kMixLines = 3;    // beside four tokens of values,
+constexpr int kExpLines = 2;    // and beside a vector of softmax weights, of the first kExpRows rows of a head:
+constexpr int kExpRows = 3;     // about what int8 blocks of 64 channels need, evenly over the time that they take
+
+struct Stripes {  // V of one head in a split's blocks of one pool, and the weights of their tokens
+  const uint8_t** at;  // [n]: a stripe's first token
+  Ahead* ahead;        // [n]
+  int n;
+  int64_t row;            // bytes of a token
+  const uint8_t* weights;  // [rows][n][2][kStripe]
+  const float* factor;     // [rows]
+};
 
 // The largest magnitude of x [n], n a multiple of W. A NaN counts as the largest.
 INLINE float top_magnitude(const float* x, int n) {
@@ -43,35 +55,6 @@ INLINE float top_magnitude(const float* x, int n) {
 }
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-
-// x [n] (times scale [n], if any) in N digits of base 256, most significant first, kPartBytes apart. top: a bound of the
-// magnitudes. Returns the step, a NaN where x holds something that is not finite.
-template <int N>
-INLINE float split_query(const float* x, const float* scale, int n, float top, int8_t* out) {
-  constexpr int bits = N == 2 ? 15 : 22;
-  int biased = imax(int(float_bits(top) >> 23), bits);
-  const float step = bits_float(uint32_t(biased + 1 - bits) << 23);
-  const vf inverse = splat(bits_float(uint32_t(254 - (biased + 1 - bits)) << 23));
-  const vf most = splat(N == 2 ? 127 * 257.0f : 1 << bits);  // the largest that two signed digits can say
-  const __m512i half = _mm512_set1_epi32(128);
-  for (int i = 0; i < n; i += W) {
-    vf v = scale == nullptr ? load<vf>(x + i) : load<vf>(x + i) * load<vf>(scale + i);
-    __m512i code = _mm512_cvtps_epi32((__m512)vmin(v * inverse, most));
-    for (int p = N - 1; p > 0; p--) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + p * kPartBytes + i), _mm512_cvtepi32_epi8(code));
-      code = _mm512_srai_epi32(_mm512_add_epi32(code, half), 8);
-    }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtepi32_epi8(code));
-  }
-  return biased == 255 ? __builtin_nanf("") : step;
-}
-
-INLINE int32_t sum_bytes(const int8_t* x, int n) {  // n a multiple of 16
-  __m512i total = _mm512_setzero_si512();
-  for (int i = 0; i < n; i += 16)
-    total = _mm512_add_epi32(total, _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
-  return _mm512_reduce_add_epi32(total);
-}
 
 // sum += products of unsigned and signed bytes, four a lane. In assembly: GCC copies sums around the intrinsic, and spills.
 INLINE void add_products(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
@@ -96,12 +79,53 @@ INLINE __m512i four_bytes(const void* p) {
 INLINE __m256i half_load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 INLINE __m512i two_halves(__m256i a, __m256i b) { return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1); }
 
-constexpr Bytes64 kPairRows = bytes64([](int t, int c) { return c / 2 * 64 + c % 2 * 32 + t; });
 constexpr Bytes64 kLaneRows = bytes64([](int t, int c) { return c * 16 + t; });
 constexpr Bytes64 kLaneRows8 = bytes64([](int t, int c) { return c * 16 + t % 8; });
 constexpr Bytes64 kLaneHigh = bytes64([](int t, int c) { return c * 16 + 8 + t % 4; });
+constexpr Bytes64 kHighLow = bytes64([](int t, int c) {  // of 32 numbers: their second bytes, then their first ones
+  const int i = 4 * t + c;
+  return i % 32 * 4 + (i < 32);
+});
 constexpr Bytes64 kShift2 = bytes64([](int t, int c) { return c % 2 ? 0 : 2 * (t / 8); });  // of 16-bit elements
 constexpr Bytes64 kShift1 = bytes64([](int t, int c) { return c % 2 ? 0 : t / 4; });
+
+// The digits of 16 numbers, as bytes of a lane each, in the order of `split_query`: N of them, N = 2 for int8 keys.
+template <int N>
+constexpr Bytes64 kDigits = bytes64([](int t, int c) {
+  const int part = t / 4, i = t % 4 * 4 + c, channel = N == 2 ? i / 8 * 8 + i % 4 * 2 + i % 8 / 4 : i;
+  return 4 * channel + (part < N ? N - 1 - part : 3);
+});
+
+// x [n] (times scale [n], if any) in N digits of base 256, out [n / 16][4][16]: the most significant ones of 16 channels first.
+// For int8 keys (N = 2) each 8 channels stand as 0, 2, 4, 6, 1, 3, 5, 7. top: a bound of the magnitudes. Returns the step, a NaN
+// where x holds something that is not finite.
+template <int N>
+INLINE float split_query(const float* x, const float* scale, int n, float top, int8_t* out) {
+  constexpr int bits = N == 2 ? 15 : 22;
+  int biased = imax(int(float_bits(top) >> 23), bits);
+  const float step = bits_float(uint32_t(biased + 1 - bits) << 23);
+  const vf inverse = splat(bits_float(uint32_t(254 - (biased + 1 - bits)) << 23));
+  const vf most = splat(N == 2 ? 127 * 257.0f : 1 << bits);  // the largest that two signed digits can say
+  const __m512i half = _mm512_set1_epi32(N == 2 ? 0x8080 : 0x808080), pick = vector_of(kDigits<N>);
+  for (int i = 0; i < n; i += W, out += 4 * W) {
+    vf v = scale == nullptr ? load<vf>(x + i) : load<vf>(x + i) * load<vf>(scale + i);
+    __m512i code = _mm512_cvtps_epi32((__m512)vmin(v * inverse, most));
+    code = _mm512_xor_si512(_mm512_add_epi32(code, half), half);  // each byte less 128 is a signed digit
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi8(pick, code));
+  }
+  return biased == 255 ? __builtin_nanf("") : step;
+}
+
+// The sum of x as its two digits say it, in steps.
+INLINE int32_t sum_of_digits(const int8_t* digits, int n) {
+  alignas(64) int32_t lanes[16];
+  __m512i sum = _mm512_setzero_si512();
+  for (int i = 0; i < n; i += W) add_products(sum, _mm512_set1_epi8(1), _mm512_loadu_si512(digits + 4 * i));
+  _mm512_store_si512(lanes, sum);
+  int32_t total = 0;
+  for (int i = 0; i < 4; i++) total += 256 * lanes[i] + lanes[4 + i];
+  return total;
+}
 
 // Four pieces of N <= 16 bytes, `apart` bytes from each other, one a 16-byte lane.
 template <int N>
@@ -127,19 +151,81 @@ INLINE __m512i third_bit(__m512i gathered, int half) {
   return _mm512_slli_epi16(_mm512_and_si512(_mm512_srlv_epi16(gathered, shift), _mm512_set1_epi8(1)), 2);
 }
 
-// Codes of four channels for the first and the last 16 tokens of a stripe, as unsigned bytes [token][channel]; int8 plus 128.
+// Rows 2i and 2i + 1 (of 32 tokens) of int8 keys as unsigned bytes, plus 128.
+INLINE __m512i two_channels(const uint8_t* k, int64_t row) {
+  const __m512i x = row == 32 ? _mm512_loadu_si512(k) : two_halves(half_load(k), half_load(k + row));
+  return _mm512_xor_si512(x, _mm512_set1_epi8(-128));
+}
+// The digits of channels 0, 2, 4, 6 for the lower half of a register, of channels 1, 3, 5, 7 for the upper one.
+INLINE __m512i even_and_odd(const int8_t* digits) {
+  int32_t even, odd;
+  __builtin_memcpy(&even, digits, 4);
+  __builtin_memcpy(&odd, digits + 4, 4);
+  return _mm512_mask_set1_epi32(_mm512_set1_epi32(even), 0xff00, odd);
+}
+
+struct Queries {         // rows of one head, in digits
+  const int8_t* digits;  // [rows][dim / 16][4][16]
+  const int32_t* shift;  // [rows]: 128 times a query's sum, in steps, of int8 keys, whose codes are shifted by 128
+  const float* step;     // [rows]
+  const float* bias;     // [rows]: q . zero point; null: none
+};
+
+// Eight channels of 32 int8 tokens a round, interleaved by VPUNPCK, which is three times as fast as VPERMT2B: the lower half
+// of a sum belongs to the even channels, the upper one to the odd ones.
+template <int R>
+INLINE void score_int8(const uint8_t* k, int64_t row, int dim, const Queries& q, int r0, const uint16_t* scale, float* out,
+                       int64_t width, Ahead ahead) {
+  const int8_t* digits = q.digits + int64_t(r0) * 4 * dim;
+  __m512i sum[R][2][4];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; i++) sum[r][0][i] = sum[r][1][i] = _mm512_setzero_si512();
+  for (int c = 0; c < dim; c += 8, k += 8 * row) {
+    ask<2 * kScoreLines>(ahead);
+    __m512i x[4];
+    {
+      const __m512i a = two_channels(k, row), b = two_channels(k + 2 * row, row), d = two_channels(k + 4 * row, row),
+                    e = two_channels(k + 6 * row, row);
+      const __m512i ab = _mm512_unpacklo_epi8(a, b), de = _mm512_unpacklo_epi8(d, e);
+      const __m512i ab2 = _mm512_unpackhi_epi8(a, b), de2 = _mm512_unpackhi_epi8(d, e);
+      x[0] = _mm512_unpacklo_epi16(ab, de), x[1] = _mm512_unpackhi_epi16(ab, de);
+      x[2] = _mm512_unpacklo_epi16(ab2, de2), x[3] = _mm512_unpackhi_epi16(ab2, de2);
+    }
+    const int8_t* at = digits + c / 16 * 64 + c % 16;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; p++) {
+        const __m512i y = even_and_odd(at + r * 4 * dim + p * 16);
+#pragma GCC unroll 8
+        for (int i = 0; i < 4; i++) add_products(sum[r][p][i], x[i], y);
+      }
+  }
+  const vf first = f16_vf(load<vh>(scale)), last = f16_vf(load<vh>(scale + W));
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    __m512i x[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; i++) x[i] = _mm512_add_epi32(_mm512_slli_epi32(sum[r][0][i], 8), sum[r][1][i]);
+    // Lanes of 4 tokens: x[i] holds the tokens from 4i and from 16 + 4i on, of the even and then of the odd channels.
+    const __m512i low = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x44), _mm512_shuffle_i32x4(x[0], x[1], 0xee));
+    const __m512i high = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x44), _mm512_shuffle_i32x4(x[2], x[3], 0xee));
+    const __m512i shift = _mm512_set1_epi32(q.shift[r0 + r]);
+    const vf a = (vf)_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_shuffle_i32x4(low, high, 0x88), shift));
+    const vf b = (vf)_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_shuffle_i32x4(low, high, 0xdd), shift));
+    float* to = out + (r0 + r) * width;
+    store(to, a * q.step[r0 + r] * first);
+    store(to + W, b * q.step[r0 + r] * last);
+  }
+}
+
+// Codes of four channels for the first and the last 16 tokens of a stripe, as unsigned bytes [token][channel].
 template <int C>
 INLINE void four_channels(const uint8_t* k, int64_t row, __m512i* first, __m512i* last) {
   const __m512i nibble = _mm512_set1_epi8(15);
-  if constexpr (C == kInt8) {
-    __m512i a, b;
-    if (row == 32) a = _mm512_loadu_si512(k), b = _mm512_loadu_si512(k + 64);
-    else a = two_halves(half_load(k), half_load(k + row)), b = two_halves(half_load(k + 2 * row), half_load(k + 3 * row));
-    const __m512i sign = _mm512_set1_epi8(-128), pick = vector_of(kPairRows);
-    a = _mm512_xor_si512(a, sign), b = _mm512_xor_si512(b, sign);
-    *first = _mm512_permutex2var_epi8(a, pick, b);
-    *last = _mm512_permutex2var_epi8(a, _mm512_add_epi8(pick, _mm512_set1_epi8(16)), b);
-  } else if constexpr (C == kAffine4) {
+  if constexpr (C == kAffine4) {
     __m512i x = _mm512_permutexvar_epi8(vector_of(kLaneRows), four_lanes<16>(k, row));
     *first = _mm512_and_si512(x, nibble);
     *last = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
@@ -154,32 +240,25 @@ INLINE void four_channels(const uint8_t* k, int64_t row, __m512i* first, __m512i
   }
 }
 
-struct Queries {         // rows of one head, in parts
-  const int8_t* codes;   // [rows][N][kPartBytes]
-  const int32_t* sums;   // [rows][N]: of int8 keys, whose codes are shifted by 128
-  const float* step;     // [rows]
-  const float* bias;     // [rows]: q . zero point; null: none
-};
-
+// Packed codes of 32 tokens, four channels a round.
 template <int C, int R>
-INLINE void score_rows(const uint8_t* k, int64_t row, int dim, const Queries& q, int r0, const float* scale, float* out,
-                       int64_t width) {
-  constexpr int N = parts_of(C);
-  const int8_t* codes = q.codes + int64_t(r0) * N * kPartBytes;
-  __m512i sum[R][N][2];
+INLINE void score_packed(const uint8_t* k, int64_t row, int dim, const Queries& q, int r0, float* out, int64_t width, Ahead ahead) {
+  const int8_t* digits = q.digits + int64_t(r0) * 4 * dim;
+  __m512i sum[R][3][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int p = 0; p < N; p++)
-      sum[r][p][0] = sum[r][p][1] = C == kInt8 ? _mm512_set1_epi32(-128 * q.sums[(r0 + r) * N + p]) : _mm512_setzero_si512();
+    for (int p = 0; p < 3; p++) sum[r][p][0] = sum[r][p][1] = _mm512_setzero_si512();
   for (int c = 0; c < dim; c += 4, k += 4 * row) {
     __m512i first, last;
+    ask<kScoreLines>(ahead);
     four_channels<C>(k, row, &first, &last);
+    const int8_t* at = digits + c / 16 * 64 + c % 16;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int p = 0; p < N; p++) {
-        __m512i x = four_bytes(codes + (r * N + p) * kPartBytes + c);
+      for (int p = 0; p < 3; p++) {
+        __m512i x = four_bytes(at + r * 4 * dim + p * 16);
         add_products(sum[r][p][0], first, x);
         add_products(sum[r][p][1], last, x);
       }
@@ -188,28 +267,29 @@ INLINE void score_rows(const uint8_t* k, int64_t row, int dim, const Queries& q,
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-      __m512i low = _mm512_add_epi32(_mm512_slli_epi32(sum[r][N - 2][i], 8), sum[r][N - 1][i]);
-      vf v = (vf)_mm512_cvtepi32_ps(low);
-      if (N == 3) v = fma((vf)_mm512_cvtepi32_ps(sum[r][0][i]), splat(65536.0f), v);
-      v *= q.step[r0 + r];
-      if (C == kInt8) v *= load<vf>(scale + i * W);
-      else v += q.bias[r0 + r];
-      store(out + (r0 + r) * width + i * W, v);
+      __m512i low = _mm512_add_epi32(_mm512_slli_epi32(sum[r][1][i], 8), sum[r][2][i]);
+      vf v = fma((vf)_mm512_cvtepi32_ps(sum[r][0][i]), splat(65536.0f), (vf)_mm512_cvtepi32_ps(low));
+      store(out + (r0 + r) * width + i * W, v * q.step[r0 + r] + q.bias[r0 + r]);
     }
 }
 
 // q . k of one stripe for `rows` rows: out [rows][width]. k: the stripe's first byte; row: bytes of a channel; scale
-// [32]: of int8 tokens.
+// [32]: of int8 tokens, in half precision.
 template <int C>
-void score_stripe(const uint8_t* k, int64_t row, int dim, const Queries& q, int rows, const float* scale, float* out,
-                  int64_t width) {
-  for (int r = 0; r < rows;) {
+void score_stripe(const uint8_t* k, int64_t row, int dim, const Queries& q, int rows, const uint16_t* scale, float* out,
+                  int64_t width, Ahead ahead) {
+  for (int r = 0; r < rows; ahead = {k, 0}) {
     const int left = rows - r;
-    if (C == kInt8 && left >= 6) score_rows<C, C == kInt8 ? 6 : 1>(k, row, dim, q, r, scale, out, width), r += 6;
-    else if (left >= 4) score_rows<C, 4>(k, row, dim, q, r, scale, out, width), r += 4;
-    else if (left == 3) score_rows<C, 3>(k, row, dim, q, r, scale, out, width), r += 3;
-    else if (left == 2) score_rows<C, 2>(k, row, dim, q, r, scale, out, width), r += 2;
-    else score_rows<C, 1>(k, row, dim, q, r, scale, out, width), r += 1;
+    if constexpr (C == kInt8) {
+      if (left == 3 || left > 4) score_int8<3>(k, row, dim, q, r, scale, out, width, ahead), r += 3;
+      else if (left >= 2) score_int8<2>(k, row, dim, q, r, scale, out, width, ahead), r += 2;
+      else score_int8<1>(k, row, dim, q, r, scale, out, width, ahead), r += 1;
+    } else {
+      if (left >= 4) score_packed<C, 4>(k, row, dim, q, r, out, width, ahead), r += 4;
+      else if (left == 3) score_packed<C, 3>(k, row, dim, q, r, out, width, ahead), r += 3;
+      else if (left == 2) score_packed<C, 2>(k, row, dim, q, r, out, width, ahead), r += 2;
+      else score_packed<C, 1>(k, row, dim, q, r, out, width, ahead), r += 1;
+    }
   }
 }
 
@@ -250,25 +330,32 @@ INLINE void transpose_lanes(vf* f) {
   f[2] = (vf)_mm512_shuffle_f32x4(c, d, 0x88), f[3] = (vf)_mm512_shuffle_f32x4(c, d, 0xdd);
 }
 
+// R rows of mix [..][ld] += factor * weights times V's stripes.
 template <int C, int R>
-INLINE void mix_rows(const uint8_t* v, int64_t row, int half, const uint8_t* weights, float factor, float* mix, int64_t ld) {
+INLINE void mix_rows(const Stripes& v, int64_t first, int half, int r0, float* mix, int64_t ld, bool asking) {
   constexpr int V = C == kInt8 ? 4 : 2;
   __m512i sum[R][2][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int i = 0; i < V; i++) sum[r][0][i] = sum[r][1][i] = _mm512_setzero_si512();
-  for (int j = 0; j < kStripe; j += 4, v += 4 * row) {
-    __m512i x[V];
-    four_tokens<C, V>(v, row, half, x);
+  const int64_t weights_row = int64_t(v.n) * 2 * kStripe;
+  for (int t = 0; t < v.n; t++) {
+    const uint8_t *codes = v.at[t] + first, *weights = v.weights + r0 * weights_row + t * 2 * kStripe;
+    Ahead ahead = asking ? v.ahead[t] : Ahead{codes, 0};
+    for (int j = 0; j < kStripe; j += 4, codes += 4 * v.row) {
+      __m512i x[V];
+      ask<kMixLines>(ahead);
+      four_tokens<C, V>(codes, v.row, half, x);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
+      for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-      for (int p = 0; p < 2; p++) {
-        __m512i w = four_bytes(weights + (r * 2 + p) * kStripe + j);
+        for (int p = 0; p < 2; p++) {
+          __m512i w = four_bytes(weights + r * weights_row + p * kStripe + j);
 #pragma GCC unroll 8
-        for (int i = 0; i < V; i++) add_products(sum[r][p][i], w, x[i]);
-      }
+          for (int i = 0; i < V; i++) add_products(sum[r][p][i], w, x[i]);
+        }
+    }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
@@ -277,51 +364,59 @@ INLINE void mix_rows(const uint8_t* v, int64_t row, int half, const uint8_t* wei
     for (int i = 0; i < V; i++)
       f[i] = fma((vf)_mm512_cvtepi32_ps(sum[r][0][i]), splat(256.0f), (vf)_mm512_cvtepi32_ps(sum[r][1][i]));
     if constexpr (C == kInt8) transpose_lanes(f);
+    float* to = mix + (r0 + r) * ld;
 #pragma GCC unroll 8
-    for (int i = 0; i < V; i++) store(mix + r * ld + i * W, fma(f[i], splat(factor), load<vf>(mix + r * ld + i * W)));
+    for (int i = 0; i < V; i++) store(to + i * W, fma(f[i], splat(v.factor[r0 + r]), load<vf>(to + i * W)));
   }
 }
 
-// mix [rows][ld] += factor * weights times one stripe of V: 64 channels of int8, 32 (the half of 64) of packed codes.
+// mix [rows][ld] += factor * weights times the channels [channel, channel + 64) of int8, or [channel, channel + 32) of packed
+// codes, of V's stripes.
 template <int C>
-void mix_stripe(const uint8_t* v, int64_t row, int half, const uint8_t* weights, int rows, float factor, float* mix,
-                int64_t ld) {
-  for (int r = 0; r < rows;) {
+void mix_stripes(const Stripes& v, int channel, int rows, float* mix, int64_t ld, bool asking) {
+  const int64_t first = row_bytes(C, channel / 64 * 64);
+  const int half = channel / 32 % 2;
+  mix += channel;
+  for (int r = 0; r < rows; asking = false) {
     const int left = rows - r;
-    const uint8_t* w = weights + r * 2 * kStripe;
-    float* to = mix + r * ld;
-    if (C != kInt8 && left >= 6) mix_rows<C, C == kInt8 ? 1 : 6>(v, row, half, w, factor, to, ld), r += 6;
-    else if (C != kInt8 && left >= 4) mix_rows<C, C == kInt8 ? 1 : 4>(v, row, half, w, factor, to, ld), r += 4;
-    else if (left == 3 || left > 4) mix_rows<C, 3>(v, row, half, w, factor, to, ld), r += 3;
-    else if (left >= 2) mix_rows<C, 2>(v, row, half, w, factor, to, ld), r += 2;
-    else mix_rows<C, 1>(v, row, half, w, factor, to, ld), r += 1;
+    if (C != kInt8 && left >= 6) mix_rows<C, C == kInt8 ? 1 : 6>(v, first, half, r, mix, ld, asking), r += 6;
+    else if (C != kInt8 && left >= 4) mix_rows<C, C == kInt8 ? 1 : 4>(v, first, half, r, mix, ld, asking), r += 4;
+    else if (left == 3 || left > 4) mix_rows<C, 3>(v, first, half, r, mix, ld, asking), r += 3;
+    else if (left >= 2) mix_rows<C, 2>(v, first, half, r, mix, ld, asking), r += 2;
+    else mix_rows<C, 1>(v, first, half, r, mix, ld, asking), r += 1;
   }
 }
 
-// Softmax weights p [32] times ratio [32] (at most 65535 together) as two bytes each, the high ones first: out [2][32].
-INLINE void split_weights(const float* p, const float* ratio, uint8_t* out) {
-  for (int j = 0; j < kStripe; j += W) {
-    __m512i w = _mm512_cvtps_epi32((__m512)(load<vf>(p + j) * load<vf>(ratio + j)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + j), _mm512_cvtepi32_epi8(_mm512_srli_epi32(w, 8)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + kStripe + j), _mm512_cvtepi32_epi8(w));
+// Weights of a row's stripes, x [offset[t]], as two bytes each of 65535 for the largest of them, the high ones first: out
+// [n][2][kStripe]. Returns what 1 stands for.
+INLINE float code_weights(const float* x, const int* offset, int n, uint8_t* out) {
+  vf most{}, more{};
+  for (int t = 0; t < n; t++) most = vmax(load<vf>(x + offset[t]), most), more = vmax(load<vf>(x + offset[t] + W), more);
+  const float top = hmax(vmax(most, more)), ratio = top > 0.0f ? 65535.0f / top : 0.0f;
+  const __m512i pick = vector_of(kHighLow);
+  for (int t = 0; t < n; t++, out += 2 * kStripe) {
+    __m512i a = _mm512_cvtps_epi32((__m512)(load<vf>(x + offset[t]) * ratio));
+    __m512i b = _mm512_cvtps_epi32((__m512)(load<vf>(x + offset[t] + W) * ratio));
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi8(a, pick, b));
   }
+  return top * (1.0f / 65535.0f);
 }
 
 #else  // never called: k_by_integers and v_by_integers say no
 
 struct Queries {
-  const int8_t* codes;
-  const int32_t* sums;
+  const int8_t* digits;
+  const int32_t* shift;
   const float *step, *bias;
 };
 template <int N>
 INLINE float split_query(const float*, const float*, int, float, int8_t*) { return 0.0f; }
-INLINE int32_t sum_bytes(const int8_t*, int) { return 0; }
+INLINE int32_t sum_of_digits(const int8_t*, int) { return 0; }
 template <int C>
-void score_stripe(const uint8_t*, int64_t, int, const Queries&, int, const float*, float*, int64_t) {}
+void score_stripe(const uint8_t*, int64_t, int, const Queries&, int, const uint16_t*, float*, int64_t, Ahead) {}
 template <int C>
-void mix_stripe(const uint8_t*, int64_t, int, const uint8_t*, int, float, float*, int64_t) {}
-INLINE void split_weights(const float*, const float*, uint8_t*) {}
+void mix_stripes(const Stripes&, int, int, float*, int64_t, bool) {}
+INLINE float code_weights(const float*, const int*, int, uint8_t*) { return 0.0f; }
 
 #endif
 

@@ -78,6 +78,8 @@ inline void matmul(int codec, const uint8_t* m, int64_t row_stride, int columns,
   }
 }
 
+constexpr int kDotLines = 2;
+
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 // The same for bfloat16 on both sides: pairs of rows of M are interleaved and multiplied two at a time (VDPBF16PS, float32
 // sums). A holds pairs of bfloat16 [rows][pairs]; M [2 * pairs][columns], columns a multiple of 32. fp8 numbers become
@@ -132,7 +134,8 @@ INLINE void add_pairs(__m512& sum, __m512bh a, __m512bh b) {  // in assembly: GC
 }
 
 template <int C, int R>
-INLINE void dot_tile(const uint8_t* m, int64_t row, const uint32_t* a, int64_t lda, int pairs, float* c, int64_t ldc, bool add) {
+INLINE void dot_tile(const uint8_t* m, int64_t row, const uint32_t* a, int64_t lda, int pairs, float* c, int64_t ldc, bool add,
+                     Ahead ahead) {
   __m512 x[R], y[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
@@ -141,6 +144,7 @@ INLINE void dot_tile(const uint8_t* m, int64_t row, const uint32_t* a, int64_t l
   }
   for (int k = 0; k < pairs; k++, m += 2 * row) {
     __m512bh p, q;
+    ask<kDotLines>(ahead);
     two_rows<C>(m, row, &p, &q);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -157,20 +161,22 @@ INLINE void dot_tile(const uint8_t* m, int64_t row, const uint32_t* a, int64_t l
 }
 #endif
 
-// M as bfloat16 or fp8 stores it, rows of `columns` numbers.
+// M as bfloat16 or fp8 stores it, rows of `columns` numbers. ahead: memory to ask for meanwhile, kDotLines lines a pair of rows
+// and 32 columns.
 template <int C>
 void matmul_dot(const uint8_t* m, int columns, const uint32_t* a, int64_t lda, int rows, int pairs, float* c, int64_t ldc,
-                bool add) {
+                bool add, Ahead ahead) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-  for (int col = 0; col < columns; col += 32) {
+  for (int col = 0; col < columns; col += 32, ahead.at += pairs * kDotLines * ahead.step) {
     const uint8_t* first = m + row_bytes(C, col);
-#define KVARN_TILE(R) \
-  dot_tile<C, R>(first, row_bytes(C, columns), a + r0 * lda, lda, pairs, c + r0 * ldc + col, ldc, add)
+#define KVARN_TILE(R)                                                                                  \
+  dot_tile<C, R>(first, row_bytes(C, columns), a + r0 * lda, lda, pairs, c + r0 * ldc + col, ldc, add, \
+                 r0 == 0 ? ahead : Ahead{first, 0})
     KVARN_ROWS(rows, KVARN_TILE)
 #undef KVARN_TILE
   }
 #else
-  (void)m, (void)columns, (void)a, (void)lda, (void)rows, (void)pairs, (void)c, (void)ldc, (void)add;
+  (void)m, (void)columns, (void)a, (void)lda, (void)rows, (void)pairs, (void)c, (void)ldc, (void)add, (void)ahead;
 #endif
 }
 

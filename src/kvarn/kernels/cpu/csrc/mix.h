@@ -53,46 +53,88 @@ inline void mix_zero(const float* p, int64_t width, int rows, int block, const f
   }
 }
 
-// The largest of 32 scales, and in ratio what makes it 65535.
-INLINE float ratio_of(const float* scale, float* ratio) {
-  const float top = top_magnitude(scale, kStripe), factor = top > 0.0f ? 65535.0f / top : 0.0f;
-  for (int j = 0; j < kStripe; j += W) store(ratio + j, load<vf>(scale + j) * factor);
-  return top * (1.0f / 65535.0f);
+// The weights of one row's stripes times the scales of group g (`first`: where those of a block begin) into w.products; their
+// sum with the zero points is added to the group's n channels. Scales and zero points of slots that hold nothing are 0.
+INLINE void scale_stripes(const float* p, const Work& w, int n_stripes, int first, float* mix, int n) {
+  vf lanes{};
+  for (int t = 0; t < n_stripes; t++) {
+    const float *scale = w.v_scale + w.stripe_scale[t] + first, *zero = w.v_zero + w.stripe_scale[t] + first;
+    for (int j = 0; j < kStripe; j += W) {
+      const vf weight = load<vf>(p + w.stripe_offset[t] + j);
+      lanes = fma(weight, load<vf>(zero + j), lanes);
+      store(w.products + w.stripe_offset[t] + j, weight * load<vf>(scale + j));
+    }
+  }
+  const vf sum = splat(hsum(lanes));
+  for (int i = 0; i < n; i += W) store(mix + i, load<vf>(mix + i) + sum);
 }
 
-// One stripe of V's channels [first, first + 64) of int8 or [first, first + 32) of packed codes.
-INLINE void mix_integers(int codec, const uint8_t* v, int64_t row, int first, const uint8_t* weights, int rows, float factor,
-                         float* mix, int64_t ld) {
-  v += row_bytes(codec, first / 64 * 64);
-  mix += first;
-  const int half = first / 32 % 2;
+INLINE int scale_groups(const Step& s, const Side& v) { return is_affine(v.codec) ? s.v_dim / v.group : 1; }
+
+// Scales (and zero points) of one head's values in every visited block that is mixed by integers.
+inline void stage_v_scales(const Step& s, const AttendCall& c, const Shape& h, const Work& w, int n, int head) {
+  const int64_t room = int64_t(h.padded_block) * (s.v_dim / 32);
+  for (int i = 0; i < n; i++) {
+    const Column& col = w.columns[i];
+    const Side& v = col.pool->v;
+    if (col.v_way != kInteger) continue;
+    const int groups = scale_groups(s, v);
+    group_scales(halves_at(v.part[1], col.block, c.layer, head), col, h.block, groups, w.v_scale + i * room);
+    if (is_affine(v.codec)) group_scales(halves_at(v.part[2], col.block, c.layer, head), col, h.block, groups, w.v_zero + i * room);
+  }
+}
+
+INLINE void mix_codec(int codec, const Stripes& v, int channel, int rows, float* mix, int64_t ld, bool asking) {
   switch (codec) {
-    case kInt8: return mix_stripe<kInt8>(v, row, 0, weights, rows, factor, mix, ld);
-    case kAffine4: return mix_stripe<kAffine4>(v, row, half, weights, rows, factor, mix, ld);
-    case kAffine3: return mix_stripe<kAffine3>(v, row, half, weights, rows, factor, mix, ld);
-    case kAffine2: return mix_stripe<kAffine2>(v, row, half, weights, rows, factor, mix, ld);
+    case kInt8: return mix_stripes<kInt8>(v, channel, rows, mix, ld, asking);
+    case kAffine4: return mix_stripes<kAffine4>(v, channel, rows, mix, ld, asking);
+    case kAffine3: return mix_stripes<kAffine3>(v, channel, rows, mix, ld, asking);
+    case kAffine2: return mix_stripes<kAffine2>(v, channel, rows, mix, ld, asking);
     default: return;
   }
 }
 
-inline void mix_by_integers(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                            const HeadRows& rows, const float* p, int64_t width, float* mix) {
-  const Side& v = col.pool->v;
-  const uint8_t* codes = at(v.part[0], col.block, c.layer, rows.head);
-  const int64_t row = row_bytes(v.codec, s.v_dim);
-  const bool affine = is_affine(v.codec);
-  const int group = affine ? v.group : s.v_dim, groups = s.v_dim / group, span = affine ? 32 : 64;
-  group_scales(halves_at(v.part[1], col.block, c.layer, rows.head), col, h.block, groups, w.scale);
-  if (affine) group_scales(halves_at(v.part[2], col.block, c.layer, rows.head), col, h.block, groups, w.zero);
-  alignas(64) float ratio[kStripe];
-  for (int g = 0; g < groups; g++) {
-    if (affine) mix_zero(p, width, rows.n, h.block, w.zero + g * h.block, mix + g * group, h.padded_v, group);
-    for (int j = 0; j < h.block; j += kStripe) {
-      const float factor = ratio_of(w.scale + g * h.block + j, ratio);
-      for (int r = 0; r < rows.n; r++) split_weights(p + r * width + j, ratio, w.weights + r * 2 * kStripe);
-      for (int i = g * group; i < (g + 1) * group; i += span)
-        mix_integers(v.codec, codes + j * row, row, i, w.weights, rows.n, factor, mix, h.padded_v);
+// mix of one head += the weights of a split's blocks in one pool times their values, asking for what w.ahead says.
+inline void mix_pool(const Step& s, const AttendCall& c, const Shape& h, const Work& w, int n, int pool, const HeadRows& rows,
+                     int64_t width, float* mix) {
+  const Side& side = s.pools[pool].v;
+  const bool affine = is_affine(side.codec);
+  const int groups = scale_groups(s, side), group = s.v_dim / groups, span = affine ? 32 : 64;
+  const int64_t room = int64_t(h.padded_block) * (s.v_dim / 32);
+  const float* p = w.scores + rows.first * width;
+  Stripes v{w.stripe, w.stripe_ahead, 0, row_bytes(side.codec, s.v_dim), w.weights, w.factor};
+  for (int i = 0; i < n; i++) {
+    const Column& col = w.columns[i];
+    if (col.at != pool) continue;
+    Ahead next = w.ahead[i];
+    for (int j = 0; j < h.block; j += kStripe, v.n++, next.at += kStripe / 4 * kMixLines * next.step) {
+      w.stripe[v.n] = at(side.part[0], col.block, c.layer, rows.head) + j * v.row;
+      w.stripe_offset[v.n] = i * h.padded_block + j;
+      w.stripe_scale[v.n] = i * room + j;
+      w.stripe_ahead[v.n] = next;
     }
+  }
+  for (int g = 0; g < groups; g++) {
+    for (int r = 0; r < rows.n; r++) {
+      const float* x = p + r * width;
+      uint8_t* out = w.weights + int64_t(r) * v.n * 2 * kStripe;
+      if (affine) {
+        scale_stripes(x, w, v.n, g * h.block, mix + int64_t(r) * h.padded_v + g * group, group);
+        x = w.products;
+      }
+      w.factor[r] = code_weights(x, w.stripe_offset, v.n, out);
+    }
+    for (int i = g * group; i < (g + 1) * group; i += span) mix_codec(side.codec, v, i, rows.n, mix, h.padded_v, i == 0);
+  }
+}
+
+// The same for all pools, in their order.
+inline void mix_by_integers(const Step& s, const AttendCall& c, const Shape& h, const Work& w, int n, const HeadRows& rows,
+                            int64_t width, float* mix) {
+  for (int at = 0; at < s.n_pools; at++) {
+    bool any = false;
+    for (int i = 0; i < n; i++) any |= w.columns[i].at == at;
+    if (any && h.v_ways[at] == kInteger) mix_pool(s, c, h, w, n, at, rows, width, mix);
   }
 }
 
@@ -156,16 +198,15 @@ inline void mix_by_floats(const Step& s, const AttendCall& c, const Shape& h, co
   mix_plain(s, h, w, col, rows.n, codes, p, width, 0, s.v_dim, mix);
 }
 
-// mix [n][padded_v] of one head += the weights of visited block `index` times its values.
+// mix [n][padded_v] of one head += the weights of visited block `index` times its values, by floats or bfloat16.
 inline void mix_block(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                      const HeadRows& rows, int index, int64_t width, float* mix) {
+                      const HeadRows& rows, int index, int64_t width, float* mix, const Ahead& ahead) {
   const float* p = w.scores + rows.first * width + int64_t(index) * h.padded_block;
-  if (col.v_way == kInteger) return mix_by_integers(s, c, h, w, col, rows, p, width, mix);
   if (col.v_way == kPlain) return mix_by_floats(s, c, h, w, col, rows, p, width, mix);
   const uint8_t* v = v_rows(s, h, w, col, at(col.pool->v.part[0], col.block, c.layer, rows.head));
   const uint32_t* pairs = w.p_dot + (rows.first * width + int64_t(index) * h.padded_block) / 2;
   auto product = col.pool->v.codec == kBF16 ? matmul_dot<kBF16> : matmul_dot<kFP8>;
-  product(v, s.v_dim, pairs, width / 2, rows.n, h.block / 2, mix, h.padded_v, true);
+  product(v, s.v_dim, pairs, width / 2, rows.n, h.block / 2, mix, h.padded_v, true, ahead);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ struct Job {
   int* open_splits;  // [n_tiles]: splits not yet done
   float* partials;
   int64_t partial_floats;  // of one split
-  int n_tiles;
+  int n_tiles, next_tile;
 };
 
 // KV heads that go together for n_tokens query tokens of one sequence.
@@ -73,21 +73,36 @@ inline Partial partial_at(const Job& j, int item) {
 }
 
 // One tile, all its splits in order.
-inline void run_tile(int index, void* context) {
-  const Job& j = *static_cast<Job*>(context);
-  Tile t = j.tiles[index];
-  t.walked = true;
+inline void run_tile(const Job& j, const Tile& t, Walk& walk) {
   thread_scratch.reset(work_bytes(*j.step, j.shape));
   Work w = take_work(thread_scratch, *j.step, j.shape);
   Partial total = take_partial(thread_scratch, j.shape), part = take_partial(thread_scratch, j.shape);
   stage_queries(*j.step, *j.call, j.shape, t, w);
   clear(j.shape, t.n_rows, total);
-  int length = j.step->table.length[t.row];
+  const int length = j.step->table.length[t.row];
   for (int begin = 0; begin < length; begin += j.shape.columns) {
-    attend_split(*j.step, *j.call, j.shape, t, w, begin, imin(begin + j.shape.columns, length), part);
+    const int end = imin(begin + j.shape.columns, length);
+    if (end == length) {
+      const int after = __atomic_load_n(&j.next_tile, __ATOMIC_RELAXED);
+      walk.after = after < j.n_tiles ? j.tiles + after : nullptr;
+    }
+    attend_split(*j.step, *j.call, j.shape, t, w, begin, end, walk, part);
     merge(j.shape, t.n_rows, total, part);
   }
   finish(*j.step, *j.call, j.shape, t, total);
+}
+
+// Tile after tile, as long as there are any. While one ends, the keys of the one that is probably next are asked for.
+inline void run_tiles(int, void* context) {
+  Job& j = *static_cast<Job*>(context);
+  Walk walk{true, nullptr, 0};
+  for (;;) {
+    const int i = __atomic_fetch_add(&j.next_tile, 1, __ATOMIC_RELAXED);
+    if (i >= j.n_tiles) return;
+    if (walk.after != j.tiles + i) walk.asked_columns = 0;
+    walk.after = nullptr;
+    run_tile(j, j.tiles[i], walk);
+  }
 }
 
 // One split of one tile; whoever finishes a tile's last split merges them all, in their order.
@@ -100,7 +115,8 @@ inline void run_split(int item, void* context) {
   Work w = take_work(thread_scratch, *j.step, j.shape);
   stage_queries(*j.step, *j.call, j.shape, t, w);
   int length = j.step->table.length[t.row], begin = (item - j.first_split[index]) * j.shape.columns;
-  attend_split(*j.step, *j.call, j.shape, t, w, begin, imin(begin + j.shape.columns, length), partial_at(j, item));
+  Walk walk{false, nullptr, 0};
+  attend_split(*j.step, *j.call, j.shape, t, w, begin, imin(begin + j.shape.columns, length), walk, partial_at(j, item));
   if (__atomic_sub_fetch(j.open_splits + index, 1, __ATOMIC_ACQ_REL) > 0) return;
   Partial total = take_partial(thread_scratch, j.shape);
   clear(j.shape, t.n_rows, total);
@@ -126,7 +142,7 @@ inline void run_attend(const Step& s, const AttendCall& c) {
     n_items += splits, longest = imax(longest, splits);
   }
   if (s.n_threads <= 1 || n_items == j.n_tiles || longest <= n_items / (4 * s.n_threads)) {
-    parallel_for(j.n_tiles, s.n_threads, run_tile, &j);
+    parallel_for(imin(s.n_threads, j.n_tiles), s.n_threads, run_tiles, &j);
     return;
   }
   call_scratch.reset(head_bytes + Scratch::bytes<float>(n_items * j.partial_floats));  // may move: cut again

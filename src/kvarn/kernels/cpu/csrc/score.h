@@ -43,50 +43,49 @@ struct HeadRows {  // the rows of one KV head in a tile
 };
 
 INLINE void score_integers(int codec, const uint8_t* k, int64_t row, int dim, int block, const Queries& q, int rows,
-                           const float* scale, float* out, int64_t width) {
-  for (int j = 0; j < block; j += kStripe, scale += kStripe, out += kStripe) {
+                           const uint16_t* scale, float* out, int64_t width, Ahead v) {
+  for (int j = 0; j < block; j += kStripe, scale += kStripe, out += kStripe, v.at += dim / 4 * kScoreLines * v.step) {
     const uint8_t* stripe = k + row_bytes(codec, j);
     switch (codec) {
-      case kInt8: score_stripe<kInt8>(stripe, row, dim, q, rows, scale, out, width); break;
-      case kAffine4: score_stripe<kAffine4>(stripe, row, dim, q, rows, scale, out, width); break;
-      case kAffine3: score_stripe<kAffine3>(stripe, row, dim, q, rows, scale, out, width); break;
-      case kAffine2: score_stripe<kAffine2>(stripe, row, dim, q, rows, scale, out, width); break;
+      case kInt8: score_stripe<kInt8>(stripe, row, dim, q, rows, scale, out, width, v); break;
+      case kAffine4: score_stripe<kAffine4>(stripe, row, dim, q, rows, scale, out, width, v); break;
+      case kAffine3: score_stripe<kAffine3>(stripe, row, dim, q, rows, scale, out, width, v); break;
+      case kAffine2: score_stripe<kAffine2>(stripe, row, dim, q, rows, scale, out, width, v); break;
       default: break;
     }
   }
 }
 
-// q . zero point of each row, from w.zero.
-inline void bias_of_rows(const float* q, int rows, int dim, const float* zero, float* bias) {
+// Scale times q . zero point of each row, from w.zero.
+inline void bias_of_rows(const float* q, int rows, int dim, const float* zero, float scale, float* bias) {
   for (int r = 0; r < rows; r++, q += dim) {
     vf lanes{};
     for (int i = 0; i < dim; i += W) lanes = fma(load<vf>(q + i), load<vf>(zero + i), lanes);
-    bias[r] = hsum(lanes);
+    bias[r] = hsum(lanes) * scale;
   }
 }
 
+// Scores that already have the call's scale in them; the block's values are asked for meanwhile.
 inline void score_by_integers(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                              const HeadRows& rows, float* out, int64_t width) {
+                              const HeadRows& rows, float* out, int64_t width, const Ahead& v) {
   const Side& k = col.pool->k;
   const uint8_t* codes = at(k.part[0], col.block, c.layer, rows.head);
   const int64_t row = row_bytes(k.codec, h.block);
   if (k.codec == kInt8) {
-    constexpr int N = parts_of(kInt8);
-    halves(halves_at(k.part[1], col.block, c.layer, rows.head), h.block, w.scale);
-    const Queries q{w.q_int8 + int64_t(rows.first) * N * kPartBytes, w.q_sums + rows.first * N, w.q_step + rows.first, nullptr};
-    score_integers(kInt8, codes, row, s.k_dim, h.block, q, rows.n, w.scale, out, width);
+    const uint16_t* scale = halves_at(k.part[1], col.block, c.layer, rows.head);
+    const Queries q{w.q_int8 + int64_t(rows.first) * 4 * s.k_dim, w.q_shift + rows.first, w.q_step + rows.first, nullptr};
+    score_integers(kInt8, codes, row, s.k_dim, h.block, q, rows.n, scale, out, width, v);
     return;
   }
-  constexpr int N = parts_of(kAffine4);
   const float* q = w.q + int64_t(rows.first) * s.k_dim;
   halves(halves_at(k.part[1], col.block, c.layer, rows.head), s.k_dim, w.scale);
   halves(halves_at(k.part[2], col.block, c.layer, rows.head), s.k_dim, w.zero);
   const float top = top_magnitude(w.scale, s.k_dim);
   for (int r = 0; r < rows.n; r++)
-    w.block_step[r] = split_query<N>(q + int64_t(r) * s.k_dim, w.scale, s.k_dim, w.q_top[rows.first + r] * top,
-                                     w.q_block + int64_t(r) * N * kPartBytes);
-  bias_of_rows(q, rows.n, s.k_dim, w.zero, w.bias);
-  score_integers(k.codec, codes, row, s.k_dim, h.block, {w.q_block, nullptr, w.block_step, w.bias}, rows.n, w.scale, out, width);
+    w.block_step[r] = c.scale * split_query<3>(q + int64_t(r) * s.k_dim, w.scale, s.k_dim, w.q_top[rows.first + r] * top,
+                                               w.q_block + int64_t(r) * 4 * s.k_dim);
+  bias_of_rows(q, rows.n, s.k_dim, w.zero, c.scale, w.bias);
+  score_integers(k.codec, codes, row, s.k_dim, h.block, {w.q_block, nullptr, w.block_step, w.bias}, rows.n, nullptr, out, width, v);
 }
 
 inline void score_by_floats(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
@@ -115,15 +114,17 @@ inline void score_by_floats(const Step& s, const AttendCall& c, const Shape& h, 
         store(out + r * width + j, load<vf>(out + r * width + j) + w.bias[r]);
 }
 
-// Raw scores q . k of one block and head into out [rows][width] (padded_block columns of it).
+// Scores q . k of one block and head into out [rows][width] (padded_block columns of it). Products by dots or integers ask for
+// the block's values meanwhile.
 inline void score_block(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
                         const HeadRows& rows, float* out, int64_t width) {
-  if (col.k_way == kInteger) return score_by_integers(s, c, h, w, col, rows, out, width);
+  const Ahead v{at(col.pool->v.part[0], col.block, c.layer, rows.head), h.ask_v[col.at].step[col.k_way]};
+  if (col.k_way == kInteger) return score_by_integers(s, c, h, w, col, rows, out, width, v);
   if (col.k_way == kPlain) return score_by_floats(s, c, h, w, col, rows, out, width);
   const uint8_t* k = at(col.pool->k.part[0], col.block, c.layer, rows.head);
   const uint32_t* q = w.q_dot + int64_t(rows.first) * (s.k_dim / 2);
   auto product = col.pool->k.codec == kBF16 ? matmul_dot<kBF16> : matmul_dot<kFP8>;
-  product(k, h.block, q, s.k_dim / 2, rows.n, s.k_dim / 2, out, width, false);
+  product(k, h.block, q, s.k_dim / 2, rows.n, s.k_dim / 2, out, width, false, v);
 }
 
 INLINE vf cap_scores(vf x, float cap) {  // cap * tanh(x / cap); the polynomial near 0 is Cephes' (tanhf, S. Moshier)
@@ -139,6 +140,10 @@ INLINE vf cap_scores(vf x, float cap) {  // cap * tanh(x / cap); the polynomial 
 // Scale, cap and mask one row of one block; what may not be seen becomes -inf. Returns the row's lanes of maxima.
 INLINE vf finish_scores(const AttendCall& c, const Column& col, int block, int padded, int position, float* x, vf peak) {
   if (col.all_seen && block == padded && !(c.soft_cap > 0.0f)) {
+    if (col.k_way == kInteger) {
+      for (int j = 0; j < padded; j += W) peak = vmax(peak, load<vf>(x + j));
+      return peak;
+    }
     for (int j = 0; j < padded; j += W) {
       vf v = load<vf>(x + j) * c.scale;
       store(x + j, v);
@@ -150,8 +155,9 @@ INLINE vf finish_scores(const AttendCall& c, const Column& col, int block, int p
   int oldest = c.window > 0 ? position - c.window : -1;
   if (c.chunk > 0) oldest = imax(oldest, position / c.chunk * c.chunk - 1);
   oldest = imax(oldest, -1);
+  const float scale = col.k_way == kInteger ? 1.0f : c.scale;
   for (int j = 0; j < padded; j += W) {
-    vf v = load<vf>(x + j) * c.scale;
+    vf v = load<vf>(x + j) * scale;
     if (c.soft_cap > 0.0f) v = cap_scores(v, c.soft_cap);
     if (!col.all_seen || j + W > block) {
       vi p;
@@ -168,18 +174,19 @@ INLINE vf finish_scores(const AttendCall& c, const Column& col, int block, int p
   return peak;
 }
 
-// Scores of one split into w.scores [rows][n * padded_block], scaled and masked. Returns n, the columns visited.
+// Scores of one split into w.scores [rows][n * padded_block], scaled and masked. asked_columns: those whose keys were asked for
+// before. Returns n, the columns visited.
 inline int score_split(const Step& s, const AttendCall& c, const Shape& h, const Tile& t, const Work& w, int begin, int end,
-                       float* peak) {
+                       int asked_columns, float* peak) {
   const int n = visible_columns(s, c, h, t, begin, end, w.columns);
   const int64_t width = int64_t(h.columns) * h.padded_block;
-  const bool ask = !t.walked || begin == 0;  // else the split before this one asked for its keys
   for (int i = 0; i < n; i++) {
     const Column& col = w.columns[i];
     for (int k = 0; k < t.n_heads; k++) {
       const HeadRows rows{t.head + k, k * t.head_rows, t.head_rows};
-      if (ask && i + 1 < n) prefetch_k(s, *w.columns[i + 1].pool, w.columns[i + 1].block, c.layer, rows.head);
-      prefetch_v(s, *col.pool, col.block, c.layer, rows.head);
+      if (i + 1 < n && w.columns[i + 1].index - begin >= asked_columns)
+        prefetch_k(s, *w.columns[i + 1].pool, w.columns[i + 1].block, c.layer, rows.head, 0);
+      prefetch_v(s, *col.pool, col.block, c.layer, rows.head, h.ask_v[col.at].from[col.k_way]);
       score_block(s, c, h, w, col, rows, w.scores + rows.first * width + i * h.padded_block, width);
     }
   }

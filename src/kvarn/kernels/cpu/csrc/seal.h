@@ -92,7 +92,7 @@ inline void run_mass_item(int item, void* context) {
     const int begin = split * h.columns, end = imin(begin + h.columns, s.table.length[t.row]);
     if (begin >= end) return;
     stage_queries(s, c, h, t, w);
-    int n = score_split(s, c, h, t, w, begin, end, peak);
+    int n = score_split(s, c, h, t, w, begin, end, 0, peak);
     for (int i = 0; i < n; i++) {
       float* to = mass + int64_t(w.columns[i].index) * h.block;
       for (int r = 0; r < t.n_rows; r++) {

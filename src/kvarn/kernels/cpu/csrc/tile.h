@@ -35,6 +35,19 @@ INLINE Way v_way(const Step& s, const Pool& p, int dtype) {
   return v_by_integers(p.v.codec, s.v_dim, p.block_size, dtype) ? kInteger : kPlain;
 }
 
+INLINE int64_t k_bytes(const Step& s, const Pool& p) { return s.k_dim * row_bytes(p.k.codec, p.block_size); }
+INLINE int64_t v_bytes(const Step& s, const Pool& p) { return p.block_size * row_bytes(p.v.codec, s.v_dim); }
+
+// How the codes of one side of a block are asked for beside products that ask for n lines, way by way: so many bytes apart, and
+// those from `from` on at once.
+struct Lines {
+  int64_t step[3], from[3];
+  void set(int way, int64_t bytes, int64_t n) {
+    step[way] = n > 0 ? imin(64, int(bytes / n)) : 0;
+    from[way] = step[way] * n;
+  }
+};
+
 struct Shape {  // what is the same for every tile of a call
   int group;        // G
   int tile_tokens;  // query tokens of a full tile of one head
@@ -42,7 +55,9 @@ struct Shape {  // what is the same for every tile of a call
   int columns;      // table columns of a split
   int block, padded_block, padded_v;
   Way k_ways[kMaxPools], v_ways[kMaxPools];
-  bool need_plain, need_dot, need_int8, need_top, need_turbo;  // forms of the queries
+  bool need_dot, need_int8, need_top, need_turbo;  // forms of the queries
+  bool any_v_integer;
+  Lines ask_k[kMaxPools], ask_v[kMaxPools];  // of the next blocks' codes, by the way in which this block is multiplied
 };
 
 inline Shape shape_of(const Step& s, const AttendCall& c) {
@@ -58,6 +73,14 @@ inline Shape shape_of(const Step& s, const AttendCall& c) {
     const int codec = s.pools[i].k.codec;
     const Way way = h.k_ways[i] = k_way(s, s.pools[i], c.dtype);
     h.v_ways[i] = v_way(s, s.pools[i], c.dtype);
+    h.any_v_integer |= h.v_ways[i] == kInteger;
+    const int64_t stripes = h.block / kStripe, vectors = stripes * (kStripe / W) * imin(h.group, kExpRows);
+    const int64_t of_k[] = {0, s.v_dim / 32 * (h.block / 2) * kDotLines, stripes * (kStripe / 4) * kMixLines + vectors * kExpLines};
+    const int64_t of_v[] = {0, stripes * (s.k_dim / 2) * kDotLines, stripes * (s.k_dim / 4) * kScoreLines};
+    for (int way = kPlain; way <= kInteger; way++) {
+      h.ask_k[i].set(way, k_bytes(s, s.pools[i]), of_k[way]);
+      h.ask_v[i].set(way, v_bytes(s, s.pools[i]), of_v[way]);
+    }
     h.need_dot |= way == kDot;
     h.need_int8 |= way == kInteger && codec == kInt8;
     h.need_top |= way == kInteger && codec != kInt8;
@@ -73,7 +96,7 @@ struct Partial {  // peak, sum [rows], mix [rows][padded_v]: a softmax-weighted 
 struct Column {  // one visited block
   const Pool* pool;
   int64_t block;
-  int index;  // in the table row
+  int index, at;  // in the table row; of the pool
   const int32_t* positions;
   Way k_way, v_way;
   bool all_seen;  // every query of the tile sees every slot
@@ -87,7 +110,14 @@ struct Tile {
   int seq, row, head, n_heads, token, n_tokens;
   int head_rows, n_rows;
   int first_position, last_position;
-  bool walked;  // one thread goes through all its splits
+};
+
+// How far a thread has asked for keys beyond the split it works at: it goes through a tile's splits in order, and then
+// probably takes the tile `after`.
+struct Walk {
+  bool on;
+  const Tile* after;
+  int asked_columns;  // of the next split, all heads of the tile
 };
 
 struct Row {  // what a row of a tile stands for
@@ -103,10 +133,15 @@ struct Work {  // scratch of one tile; what belongs to queries is [rows][...]
   float *q, *q_turbo, *q_scaled, *scores, *stage, *mix_turbo, *bias;
   float *scale, *zero;  // of one block, as floats, [groups][tokens] for values
   uint32_t *q_dot, *p_dot;
-  int8_t *q_int8, *q_block;  // parts of the queries for int8 keys; for one block of packed codes
-  int32_t* q_sums;
+  int8_t *q_int8, *q_block;  // digits of the queries for int8 keys; for one block of packed codes
+  int32_t* q_shift;
   float *q_step, *q_top, *block_step;
-  uint8_t* weights;  // [rows][2][kStripe]
+  float *v_scale, *v_zero;  // of a split's blocks whose values are mixed by integers: [column][group][tokens]
+  float *products, *factor;  // of one row: weights times scales; [rows]: what an integer weight of 1 stands for
+  uint8_t* weights;          // [rows][stripes of a split][2][kStripe]
+  const uint8_t** stripe;    // of one head's values
+  int *stripe_offset, *stripe_scale;  // where its tokens' scores stand in a row, and their scales in v_scale
+  Ahead *stripe_ahead, *ahead;  // what to ask for beside a stripe; beside a visited block of one head
   Column* columns;
 };
 
@@ -119,7 +154,7 @@ template <class Take>
 INLINE Work lay_out(Take take, const Step& s, const Shape& h) {
   Work w;
   const int64_t rows = h.rows, width = int64_t(h.columns) * h.padded_block;
-  const int64_t parts = h.need_int8 || h.need_top ? rows * kMaxParts * kPartBytes : 0;
+  const int64_t digits = h.need_int8 || h.need_top ? rows * 4 * s.k_dim : 0;
   w.q = take(float{}, rows * s.k_dim);
   w.q_turbo = take(float{}, rows * s.k_dim);
   w.q_dot = take(uint32_t{}, rows * s.k_dim);
@@ -131,13 +166,23 @@ INLINE Work lay_out(Take take, const Step& s, const Shape& h) {
   w.bias = take(float{}, rows);
   w.scale = take(float{}, scale_floats(s, h));
   w.zero = take(float{}, scale_floats(s, h));
-  w.q_int8 = take(int8_t{}, parts);
-  w.q_block = take(int8_t{}, parts);
-  w.q_sums = take(int32_t{}, rows * kMaxParts);
+  w.q_int8 = take(int8_t{}, digits);
+  w.q_block = take(int8_t{}, digits);
+  w.q_shift = take(int32_t{}, rows);
   w.q_step = take(float{}, rows);
   w.q_top = take(float{}, rows);
   w.block_step = take(float{}, rows);
-  w.weights = take(uint8_t{}, rows * 2 * kStripe);
+  const int64_t v_scales = h.any_v_integer ? width * (s.v_dim / 32) : 0, stripes = h.any_v_integer ? width / kStripe : 0;
+  w.v_scale = take(float{}, v_scales);
+  w.v_zero = take(float{}, v_scales);
+  w.products = take(float{}, width);
+  w.factor = take(float{}, rows);
+  w.weights = take(uint8_t{}, rows * stripes * 2 * kStripe);
+  w.stripe = take(static_cast<const uint8_t*>(nullptr), stripes);
+  w.stripe_offset = take(int{}, stripes);
+  w.stripe_scale = take(int{}, stripes);
+  w.stripe_ahead = take(Ahead{}, stripes);
+  w.ahead = take(Ahead{}, h.columns);
   w.columns = take(Column{}, h.columns);
   return w;
 }
@@ -185,7 +230,7 @@ inline void load_rotated(const void* x, int64_t first, int dim, int dtype, const
     for (i = 0; i < 2 * half; i++) out[i] = f16_float(float_f16(out[i]));
 }
 
-inline void stage_query(const Step& s, const Shape& h, const Work& w, int r) {
+inline void stage_query(const Step& s, const AttendCall& c, const Shape& h, const Work& w, int r) {
   float* q = w.q + int64_t(r) * s.k_dim;
   if (h.need_dot) {
     auto* pairs = reinterpret_cast<uint16_t*>(w.q_dot + int64_t(r) * (s.k_dim / 2));
@@ -195,10 +240,9 @@ inline void stage_query(const Step& s, const Shape& h, const Work& w, int r) {
   }
   if (h.need_int8 || h.need_top) w.q_top[r] = top_magnitude(q, s.k_dim);
   if (h.need_int8) {
-    constexpr int N = parts_of(kInt8);
-    int8_t* parts = w.q_int8 + int64_t(r) * N * kPartBytes;
-    w.q_step[r] = split_query<N>(q, nullptr, s.k_dim, w.q_top[r], parts);
-    for (int p = 0; p < N; p++) w.q_sums[r * N + p] = sum_bytes(parts + p * kPartBytes, s.k_dim);
+    int8_t* digits = w.q_int8 + int64_t(r) * 4 * s.k_dim;
+    w.q_step[r] = c.scale * split_query<2>(q, nullptr, s.k_dim, w.q_top[r], digits);
+    w.q_shift[r] = 128 * sum_of_digits(digits, s.k_dim);
   }
   if (h.need_turbo) {
     float* turned = w.q_turbo + int64_t(r) * s.k_dim;
@@ -212,7 +256,7 @@ inline void stage_queries(const Step& s, const AttendCall& c, const Shape& h, co
     const Row row = row_of(h, t, r);
     const int64_t first = row.token * c.q_token + int64_t(row.query_head) * s.k_dim;
     load_rotated(c.q, first, s.k_dim, c.dtype, c.rope, row.token, w.q + int64_t(r) * s.k_dim);
-    stage_query(s, h, w, r);
+    stage_query(s, c, h, w, r);
   }
 }
 
@@ -280,7 +324,7 @@ inline int visible_columns(const Step& s, const AttendCall& c, const Shape& h, c
     const int64_t block = s.table.block[row + i];
     const bool all = !span.holes && span.high <= t.first_position && c.chunk == 0 &&
                      (c.window == 0 || span.low > t.last_position - c.window);
-    out[n++] = {&pool, block, i, pool.positions + block * pool.block_size, h.k_ways[at], h.v_ways[at], all, span.holes != 0};
+    out[n++] = {&pool, block, i, at, pool.positions + block * pool.block_size, h.k_ways[at], h.v_ways[at], all, span.holes != 0};
   }
   return n;
 }
@@ -289,20 +333,21 @@ INLINE void prefetch_bytes(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-// Blocks lie anywhere in memory, each about a page, where the hardware's prefetcher stops: ask for them in time.
-INLINE void prefetch_k(const Step& s, const Pool& pool, int64_t block, int layer, int head) {
-  prefetch_bytes(at(pool.k.part[0], block, layer, head), s.k_dim * row_bytes(pool.k.codec, pool.block_size));
-  if (pool.k.codec < kInt8) return;
-  const int64_t bytes = 2 * (is_affine(pool.k.codec) ? s.k_dim : pool.block_size);
-  prefetch_bytes(at(pool.k.part[1], block, layer, head), bytes);
-  if (is_affine(pool.k.codec)) prefetch_bytes(at(pool.k.part[2], block, layer, head), bytes);
+// Blocks lie anywhere in memory, each about a page, where the hardware's prefetcher stops: ask for them in time. The codes
+// are asked for all at once, or (`from` > 0) line by line by the products that run before they are needed, and at once only
+// from that byte on: a burst fills the core's outstanding misses, and everything waits.
+INLINE void prefetch_side(const Side& side, int64_t block, int layer, int head, int64_t code_bytes, int64_t scales, int64_t from) {
+  prefetch_bytes(at(side.part[0], block, layer, head) + from, code_bytes - from);
+  if (side.codec < kInt8) return;
+  prefetch_bytes(at(side.part[1], block, layer, head), 2 * scales);
+  if (is_affine(side.codec)) prefetch_bytes(at(side.part[2], block, layer, head), 2 * scales);
 }
-INLINE void prefetch_v(const Step& s, const Pool& pool, int64_t block, int layer, int head) {
-  prefetch_bytes(at(pool.v.part[0], block, layer, head), pool.block_size * row_bytes(pool.v.codec, s.v_dim));
-  if (pool.v.codec < kInt8) return;
-  const int64_t bytes = 2 * pool.block_size * (is_affine(pool.v.codec) ? s.v_dim / pool.v.group : 1);
-  prefetch_bytes(at(pool.v.part[1], block, layer, head), bytes);
-  if (is_affine(pool.v.codec)) prefetch_bytes(at(pool.v.part[2], block, layer, head), bytes);
+INLINE void prefetch_k(const Step& s, const Pool& p, int64_t block, int layer, int head, int64_t from) {
+  prefetch_side(p.k, block, layer, head, k_bytes(s, p), is_affine(p.k.codec) ? s.k_dim : p.block_size, from);
+}
+INLINE void prefetch_v(const Step& s, const Pool& p, int64_t block, int layer, int head, int64_t from) {
+  const int groups = is_affine(p.v.codec) ? s.v_dim / p.v.group : 1;
+  prefetch_side(p.v, block, layer, head, v_bytes(s, p), int64_t(p.block_size) * groups, from);
 }
 
 }  // namespace
