@@ -5,7 +5,8 @@
 Measures what `kvarn eval --tasks needle,recall` does choice by choice. Each context is computed once, with the signals
 that any policy may ask for; then the sequence is forked for each choice, the choice's policy decides, and question and
 answer go through what it left, in steps that end with a block. The question's tokens then follow the context, for the
-form in which policies saw it. Rows are as `kvarn eval` writes them, but for the decode speed, which is 0.
+form in which policies saw it. Rows are as `kvarn eval` writes them, but for the decode speed, which is 0;
+FORM_gain and its error are beside the first of the choices, question by question.
 Printed beside them: how long a policy takes to decide over the whole context and to act on it.
 """
 
@@ -28,8 +29,8 @@ from kvarn.engine.rereading import read_again_where_due
 from kvarn.engine.runner import run_model
 from kvarn.evals.records import Results, Row
 from kvarn.evals.tasks import needle, recall
-from kvarn.evals.tasks._questions import Question, _Asked, _values
-from kvarn.evals.tasks.base import Settings
+from kvarn.evals.tasks._questions import FORMS, Question, _Asked, _values
+from kvarn.evals.tasks.base import Settings, Value
 from kvarn.evals.texts import shipped_text
 from kvarn.hub import resolve
 from kvarn.kernels import load_backend
@@ -172,8 +173,10 @@ def newest(ring: QueryRing | None, w: int) -> QueryRing | None:
     return QueryRing(w, kept[:, -w:].clone(), ring.params, w)
 
 
-def measure(bench: Bench, policies: dict[str, KVPolicy | None], q: Question) -> dict[str, list[tuple[_Asked, Answer]]]:
-    """Both forms of one question, by choice."""
+def measure(
+    bench: Bench, policies: dict[str, KVPolicy | None], q: Question, forms: Sequence[str]
+) -> dict[str, list[tuple[_Asked, Answer]]]:
+    """These forms of one question, by choice."""
     found: dict[str, list[tuple[_Asked, Answer]]] = {name: [] for name in policies}
     rests = {"unseen": [*q.question, *q.answer], "seen": q.answer}
     bench.begin(q.context[:-1])
@@ -181,19 +184,35 @@ def measure(bench: Bench, policies: dict[str, KVPolicy | None], q: Question) -> 
     for form in ("unseen", "seen"):
         if form == "seen":
             last = bench.read(PARENT, q.question)
+        if form not in forms:
+            continue
         for name, policy in policies.items():
             a = bench.answer(policy, last, rests[form], len(q.answer))
             found[name].append((_Asked(form, a.logprob, a.exact, q.detail), a))
     return found
 
 
+def beside(mine: Sequence[_Asked], others: Sequence[_Asked], prefix: str) -> list[Value]:
+    """How much likelier the answers to the same questions are than with the choice of reference, nats a token, and the
+    standard error of that mean."""
+    values: list[Value] = []
+    for form in dict.fromkeys(a.form for a in mine):
+        pairs = zip(mine, others, strict=True)
+        gains = torch.tensor([a.logprob - b.logprob for a, b in pairs if a.form == form], dtype=torch.float64)
+        error = float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else 0.0
+        values += [Value(f"{prefix}{form}_gain", float(gains.mean()), len(gains))]
+        values += [Value(f"{prefix}{form}_gain_error", error, len(gains))]
+    return values
+
+
 def rows_of(
-    bench: Bench, task: str, prefix: str, asked: dict[str, list[tuple[_Asked, Answer]]], seed: int
+    bench: Bench, task: str, prefix: str, asked: dict[str, list[tuple[_Asked, Answer]]], reference: str, seed: int
 ) -> list[Row]:
+    """reference: the choice that the others are compared with, question by question."""
     rows: list[Row] = []
     for cache, pairs in asked.items():
         mine = [a for a, _ in pairs]
-        values = _values(mine, prefix, {})
+        values = [*_values(mine, prefix, {}), *beside(mine, [a for a, _ in asked[reference]], prefix)]
         if task == "needle":
             for detail in {tuple(sorted(a.detail.items())): a.detail for a in mine}.values():
                 values += _values([a for a in mine if a.detail == detail], prefix, detail)
@@ -226,6 +245,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=lambda t: tuple(map(int, t.split(","))), default=(4096,))
     parser.add_argument("--depths", type=lambda t: tuple(map(float, t.split(","))), default=Settings("").depths)
     parser.add_argument("--cases", type=int, default=4)
+    parser.add_argument("--forms", type=lambda t: tuple(t.split(",")), default=FORMS, help="seen, unseen")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
@@ -250,11 +270,15 @@ def main() -> None:
             if (question := next(questions, None)) is None:
                 break
             begun = time.perf_counter()
-            for name, pairs in measure(bench, choices, question).items():
+            for name, pairs in measure(bench, choices, question, asked.forms).items():
                 found[name] += pairs
-            told = "; ".join(f"{n} {' '.join(f'{a.logprob:.2f}' for a, _ in p[-2:])}" for n, p in found.items())
-            print(f"{task} {prefix}{number}, {time.perf_counter() - begun:.0f} s, unseen and seen: {told}", flush=True)
-        rows = rows_of(bench, task, prefix, found, asked.seed)
+            told = "; ".join(
+                f"{n} {' '.join(f'{a.logprob:.2f}' for a, _ in p[-len(asked.forms) :])}" for n, p in found.items()
+            )
+            print(
+                f"{task} {prefix}{number}, {time.perf_counter() - begun:.0f} s, unseen before seen: {told}", flush=True
+            )
+        rows = rows_of(bench, task, prefix, found, list(choices)[1], asked.seed)
         results.add(rows)
         for name in choices:
             told = {r.metric: r.value for r in rows if r.cache == name and not r.detail}

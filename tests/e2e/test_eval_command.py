@@ -68,6 +68,17 @@ def test_run_again_it_measures_only_what_is_missing(
     assert {(r["cache"], r["task"]) for r in added} == {(c, t) for c in ("full", "int8") for t in ("ppl", "kl")}
 
 
+def test_other_numerics_are_measured_apart(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["eval", model, "--caches", "full", "--tasks", "ppl", *SMALL, "-o", str(out)]
+    assert run(asked) == 0
+    before = rows(out)
+    assert run([*asked, "--numerics", "fast"]) == 0
+    added = rows(out)[len(before) :]
+    assert [r["metric"] for r in added] == [r["metric"] for r in before]
+    assert not {r["fingerprint"] for r in added} & {r["fingerprint"] for r in before}
+
+
 def test_the_gate(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--weights", "float32", "--block-size", "8", "--max-tokens", "3", "-p", "hello"]
     assert run(["run", model, *base, "--kv", "int8"]) == 0

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvarn import hub
 from kvarn.cli._progress import progress_bars
 from kvarn.core.errors import InvalidRequest
-from kvarn.core.options import EngineOptions
+from kvarn.core.options import NUMERICS, EngineOptions
 
 if TYPE_CHECKING:
     from kvarn.evals.choices import EvalChoice
@@ -79,6 +79,13 @@ class Share(click.ParamType):
 @click.option("--gate", is_flag=True, help="Keep the verdict on each lossy choice; exit code 1 where one fails.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: kvarn-eval/MODEL.")
 @click.option("--weights", default="native", metavar="KIND", show_default=True, help="As for kvarn run.")
+@click.option(
+    "--numerics",
+    type=click.Choice(NUMERICS),
+    default="invariant",
+    show_default=True,
+    help="As for kvarn run.",
+)
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a block.")
 @click.option("--residual-tokens", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--backend", metavar="NAME", help="Kernels to use (default: the fastest that is built).")
@@ -107,7 +114,7 @@ def COMMAND(
     choices = parse_eval_choices(caches)
     names = [name for name in re.split(r"[,;\s]+", tasks) if name]
     options = EngineOptions(
-        **{key: given[key] for key in ("weights", "block_size", "residual_tokens", "backend", "threads")}
+        **{key: given[key] for key in ("weights", "numerics", "block_size", "residual_tokens", "backend", "threads")}
     )
     with progress_bars() as progress:
         files = hub.resolve(model or hub.default_name(), progress=progress)

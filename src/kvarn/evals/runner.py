@@ -85,6 +85,8 @@ class Evaluation:
         """Of all that the values hang on."""
         read = {key: getattr(self._settings, key) for key in task.reads}
         engine = {k: str(getattr(self._options, k)) for k in ("weights", "block_size", "residual_tokens", "backend")}
+        if self._options.numerics != "invariant":
+            engine["numerics"] = self._options.numerics
         facts = {
             "version": [VERSION, __version__],
             "model": self.identity,
@@ -156,7 +158,9 @@ class Evaluation:
 
     def _loaded_model(self, share_layers: int) -> CausalLM:
         if share_layers not in self._models:
-            self._models[share_layers] = load_model(self._files, self._options.weights, share_layers)
+            self._models[share_layers] = load_model(
+                self._files, self._options.weights, share_layers, self._options.numerics
+            )
         return self._models[share_layers]
 
     def _loaded_tokenizer(self) -> Tokenizer:

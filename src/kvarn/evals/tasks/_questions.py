@@ -60,6 +60,8 @@ def _values(asked: Sequence[_Asked], prefix: str, detail: dict[str, float]) -> l
     values: list[Value] = []
     for form in FORMS:
         mine = [a for a in asked if a.form == form]
+        if not mine:
+            continue
         logprob = sum(a.logprob for a in mine) / len(mine)
         exact = sum(a.exact for a in mine) / len(mine)
         values += [Value(f"{prefix}{form}_logprob", logprob, len(mine), detail)]
