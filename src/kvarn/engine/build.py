@@ -39,7 +39,7 @@ from kvarn.text import Tokenizer, load_tokenizer
 log = logging.getLogger("kvarn.engine")
 
 # A step with prompt tokens may take three times what its decoding rows take alone; aimed at less, since steps vary.
-MOST_SLOWDOWN = 2.2
+MOST_SLOWDOWN = 2.0
 # Of short prompts: a row that decodes costs about what two of a prompt cost.
 BESIDE_DECODES_TOKENS = 32
 PREFILL_PER_DECODE = 2
