@@ -15,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ENGINE_FIELDS = (
     "weights",
     "numerics",
+    "fast_memory_bytes",
     "kv",
     "share_layers",
     "cache",
@@ -87,6 +88,13 @@ def engine_options() -> Callable[[F], F]:
                 show_default=True,
                 help="invariant: an answer's bits do not depend on the batch around it. fast: they may, where that is "
                 "faster (prompts of 4-bit weights; bfloat16 and float32 with one stream).",
+            ),
+            click.option(
+                "--fast-memory",
+                "fast_memory_bytes",
+                type=Bytes(),
+                help="With --numerics fast: the most memory for second forms of weights, which take a byte a weight "
+                "(default: as much as they want).",
             ),
             click.option(
                 "--kv",

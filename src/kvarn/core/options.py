@@ -20,7 +20,8 @@ class EngineOptions:
 
     weights: float32 | bfloat16 | int8 | int4 | native. numerics: invariant, a request's numbers do not depend, bit for
     bit, on the batch around it, the chunking or the threads (with the native kernels); fast, they may, where that is
-    faster: prompts of 4-bit weights go through a second form of 8 bits. kv: a cache choice (`kvarn.kv.choice`): a KV
+    faster: prompts of 4-bit weights go through a second form of 8 bits. fast_memory_bytes: the most memory for those
+    forms, which take a byte a weight; None: all that they want. kv: a cache choice (`kvarn.kv.choice`): a KV
     format's name, k=NAME,v=NAME, a policy such as h2o:25%, or both with + between them. policy: the policy, where kv
     names none. also: further choices that single requests may ask for. tiers: formats of further pools, into which a
     policy moves tokens. share_layers: so many neighbouring layers use the first one's cache. kv_memory_bytes: budget
@@ -34,6 +35,7 @@ class EngineOptions:
 
     weights: str = "native"
     numerics: Numerics = "invariant"
+    fast_memory_bytes: int | None = None
     kv: str | None = None
     policy: str | None = None
     also: tuple[str, ...] = ()

@@ -64,7 +64,7 @@ def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | No
     if options.threads is not None and options.threads > 0:  # the plan refuses others
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(files)
-    model = load_model(files, options.weights, options.share_layers, options.numerics)
+    model = load_model(files, options.weights, options.share_layers, options.numerics, options.fast_memory_bytes)
     return assemble(model, tokenizer, backend, options, emit, fingerprint=fingerprint(files.path))
 
 

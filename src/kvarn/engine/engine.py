@@ -86,8 +86,8 @@ class Engine:
         """Queue a request. deadline_s: seconds from now. guide: constrains the answers. cache: its choice of cache;
         policy: decides over blocks, where `cache` does not say so. None: the engine's own. watch: is told the
         hidden states of its rows, those of its first answer. replayed_tokens: the last tokens of the prompt that go
-        through the cache as if they had been generated. patient: only its end is waited for. Raises InvalidRequest, DoesNotFit and IncompatiblePlan, and
-        then nothing has changed.
+        through the cache as if they had been generated. patient: only its end is waited for. Raises
+        InvalidRequest, DoesNotFit and IncompatiblePlan, and then nothing has changed.
         """
         prompt_ids = self._checked(request_id, prompt_ids, params)
         policy = policy or self.policy

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvarn.core.errors import ModelError
-from kvarn.kernels._arena import Arena
 from kvarn.models.weights.base import (
     LinearSpec,
     Product,
+    Room,
     StepByStep,
     Table,
     TensorSource,
@@ -114,19 +114,20 @@ _UNREAD = _Unread()
 
 
 class Loaded:
-    """The second pass: everything that `wanted` lists, read from `source` and packed by `kind`."""
+    """The second pass: everything that `wanted` lists, read from `source` and packed by `kind`; second_bytes: see
+    `Room`."""
 
-    def __init__(self, wanted: Wanted, source: TensorSource, kind: WeightKind) -> None:
+    def __init__(self, wanted: Wanted, source: TensorSource, kind: WeightKind, second_bytes: int | None = None) -> None:
         self.activations, self._wanted = kind.activations, wanted
         self._ready: dict[Any, Any] = {}
-        arena = Arena()
+        room = Room(second_bytes)
         linears = sorted(wanted.linears, key=lambda spec: -spec.rows * spec.columns)
         # Tables are the largest; read beside others, what is held only while packing would add up.
         for name, (rows, columns, tied) in wanted.tables.items():
-            self._ready[name] = kind.table(name, (rows, columns), source, tied, arena)
+            self._ready[name] = kind.table(name, (rows, columns), source, tied, room)
         jobs: dict[Any, Callable[[], Any]] = {}
         for spec in linears:
-            jobs[spec] = lambda spec=spec: kind.linear(spec, source, arena)
+            jobs[spec] = lambda spec=spec: kind.linear(spec, source, room)
         for name, (size, plus_one) in wanted.norms.items():
             shift = 1.0 if plus_one and not source.norms_include_one else 0.0
             jobs[name] = lambda name=name, size=size, shift=shift: read_vector(name, size, source) + shift

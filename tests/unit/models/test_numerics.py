@@ -15,8 +15,8 @@ from kvarn.models.loading.load import load_kind
 from kvarn.models.weights import _float
 from kvarn.models.weights._check import COLUMNS, ROWS, Blocks, check_weights
 from kvarn.models.weights._coded import CodeProduct
-from kvarn.models.weights._codes import round_to_8_bits, wide_group
-from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks
+from kvarn.models.weights._codes import round_to_8_bits, wide_bytes, wide_group
+from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks, Room
 
 KINDS = names_in("kvarn.models.weights")
 BATCHES = (1, 2, 3, 7, 16, 17, 63, 64, 100)
@@ -131,3 +131,17 @@ def test_the_check_covers_every_path_and_finds_nothing() -> None:
     many = {(f.weights, f.numerics): f.error for f in found if f.rows > 1}
     assert many["float32", "invariant"] < 1e-5 < many["bfloat16", "invariant"] < many["native", "invariant"]
     assert many["native", "invariant"] < many["native", "fast"] < 0.02
+
+
+@pytest.mark.parametrize("name", ["native", "int4"])
+def test_second_forms_keep_within_their_memory(name: str) -> None:
+    raw, spec = Blocks(), LinearSpec((("a", ROWS),), COLUMNS)
+    each = wide_bytes(ROWS, COLUMNS)
+    x = torch.randn(MANY_ROWS, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
+    invariant, free = load_kind(name).linear(spec, raw), load_kind(name, "fast").linear(spec, raw)
+    room = Room(second_bytes=2 * each + each // 2)
+    made = [load_kind(name, "fast").linear(spec, raw, room) for _ in range(4)]
+    assert [torch.equal(product(x), free(x)) for product in made] == [True, True, False, False]
+    assert torch.equal(made[2](x), invariant(x))
+    held = [sum(t.nbytes for t in product.tensors()) for product in made]
+    assert held[0] - held[2] == each

@@ -25,17 +25,19 @@ def load_model(
     weights: str = "native",
     share_layers: int = 1,
     numerics: Numerics = "invariant",
+    fast_memory_bytes: int | None = None,
 ) -> CausalLM:
     """Read a model from a GGUF file or a Hugging Face directory.
 
     weights: a file of `models/weights`, or 'native' for what is fastest for the file. share_layers: so many
-    neighbouring layers use the first one's cache. numerics: see `EngineOptions`. Raises IncompatiblePlan
-    (share_layers), ModelError (file, tensors), ConfigError, UnknownArchitecture, UnknownName (weights, numerics).
+    neighbouring layers use the first one's cache. numerics, fast_memory_bytes: see `EngineOptions`. Raises
+    IncompatiblePlan (share_layers), ModelError (file, tensors), ConfigError, UnknownArchitecture, UnknownName (weights,
+    numerics).
     """
     kind = load_kind(weights, numerics)
     path = files.path if isinstance(files, ModelFiles) else Path(files)
     config, source = open_model(path)
-    return build_model(config, source, kind, share_layers)
+    return build_model(config, source, kind, share_layers, fast_memory_bytes)
 
 
 def load_kind(weights: str, numerics: Numerics = "invariant") -> WeightKind:
@@ -45,14 +47,20 @@ def load_kind(weights: str, numerics: Numerics = "invariant") -> WeightKind:
     return load("kvarn.models.weights", weights, "FAST" if numerics == "fast" else "KIND", "weight kind")
 
 
-def build_model(config: Config, source: TensorSource, kind: WeightKind, share_layers: int = 1) -> CausalLM:
+def build_model(
+    config: Config,
+    source: TensorSource,
+    kind: WeightKind,
+    share_layers: int = 1,
+    fast_memory_bytes: int | None = None,
+) -> CausalLM:
     """Build the config's architecture over `source`. Raises ModelError naming every missing or misshapen tensor."""
     architecture = load_architecture(str(config.get("model_type")))
     config = {**text_config(config), SHARE_LAYERS: share_layers}
     wanted = Wanted(kind.activations)
     architecture(config, wanted)
     check(wanted, source)
-    return architecture(config, Loaded(wanted, source, kind))
+    return architecture(config, Loaded(wanted, source, kind, fast_memory_bytes))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -12,8 +12,17 @@ from kvarn.kernels import code_matrix
 from kvarn.kernels._arena import Arena
 from kvarn.kernels.api import Backend, CodeMatrix, Codes
 from kvarn.models.weights._bounds import of_codes
-from kvarn.models.weights._codes import stack, wide_group
-from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks, Table, TensorSource, total_bytes
+from kvarn.models.weights._codes import stack, wide_bytes, wide_group
+from kvarn.models.weights.base import (
+    MANY_ROWS,
+    LinearSpec,
+    Product,
+    RawBlocks,
+    Room,
+    Table,
+    TensorSource,
+    total_bytes,
+)
 
 # How one tensor is held: its raw blocks where the file is quantized, and a way to read its numbers [N, K] float32.
 Choice = Callable[[RawBlocks | None, Callable[[], Tensor]], Codes]
@@ -110,7 +119,8 @@ class CodedKind:
     """Weights as codes, activations in bfloat16 between products; sums are exact, so a row's bits depend on nothing
     beside it. for_linear: the form of the layers' matrices; for_table: that of embeddings and of the output's matrix.
     bits, group: of for_linear, where it has to round. for_many: a second form of the layers' matrices, for MANY_ROWS
-    rows and more, with codes of 8 bits and a scale each `wide_group` columns: a byte a weight more in memory."""
+    rows and more, with codes of 8 bits and a scale each `wide_group` columns: a byte a weight more in memory, where
+    there is room for it."""
 
     name: str
     for_linear: Choice
@@ -120,13 +130,13 @@ class CodedKind:
     for_many: Choice | None = None
     activations: torch.dtype = torch.bfloat16
 
-    def linear(self, spec: LinearSpec, source: TensorSource, arena: Arena | None = None) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, room: Room | None = None) -> Product:
         if [name for name, _ in spec.parts] == ["lm_head"]:
-            return CodeProduct(_matrix(spec, source, self.for_table, arena), torch.float32)
-        few = CodeProduct(_matrix(spec, source, self.for_linear, arena))
-        if self.for_many is None:
+            return CodeProduct(_matrix(spec, source, self.for_table, room and room.first), torch.float32)
+        few = CodeProduct(_matrix(spec, source, self.for_linear, room and room.first))
+        if self.for_many is None or (room is not None and not room.grants(wide_bytes(spec.rows, spec.columns))):
             return few
-        return ByRows(few, CodeProduct(_matrix(spec, source, self.for_many, arena)))
+        return ByRows(few, CodeProduct(_matrix(spec, source, self.for_many, room and room.second)))
 
     def bound(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.for_many is not None and x.shape[0] >= MANY_ROWS:
@@ -134,10 +144,10 @@ class CodedKind:
         return of_codes(x, weight, self.bits, self.group)
 
     def table(
-        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, arena: Arena | None = None
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: Room | None = None
     ) -> Table:
         held = _held(name, shape, source, self.for_table)
-        return CodeTable(code_matrix(held, shape[1], arena=arena), self.activations)
+        return CodeTable(code_matrix(held, shape[1], arena=room and room.first), self.activations)
 
 
 def _matrix(spec: LinearSpec, source: TensorSource, choose: Choice, arena: Arena | None) -> CodeMatrix:

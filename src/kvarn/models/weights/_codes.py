@@ -126,6 +126,12 @@ def wide_group(columns: int) -> int:
     return BLOCK_COLUMNS * max(n for n in range(1, WIDE_COLUMNS // BLOCK_COLUMNS + 1) if blocks % n == 0)
 
 
+def wide_bytes(rows: int, columns: int) -> int:
+    """What 8 bits with a scale each `wide_group` columns take."""
+    padded = -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+    return rows * (padded + 2 * padded // wide_group(columns))
+
+
 def wide_groups(raw: RawBlocks | None, numbers: Callable[[], Tensor]) -> Codes:
     """8 bits with a scale each `wide_group` columns."""
     weight = numbers()

@@ -129,6 +129,24 @@ class Table(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
 
+class Room:
+    """Where weights are laid: the form that every product has, and the second one that `fast` adds to some.
+    second_bytes: the most that second forms may take; None: as much as they want."""
+
+    def __init__(self, second_bytes: int | None = None) -> None:
+        self.first, self.second = Arena(), Arena()
+        self._left_bytes = second_bytes
+
+    def grants(self, n_bytes: int) -> bool:
+        """Whether a second form may take so much; if so, it is taken."""
+        if self._left_bytes is None:
+            return True
+        if n_bytes > self._left_bytes:
+            return False
+        self._left_bytes -= n_bytes
+        return True
+
+
 class WeightKind(Protocol):
     """One way to hold weights. Each file of this package defines `KIND`, whose products give a row the same bits
     whatever rows stand beside it (`--numerics invariant`), and `FAST`, which may promise less where that is faster;
@@ -137,12 +155,12 @@ class WeightKind(Protocol):
     name: str
     activations: torch.dtype
 
-    def linear(self, spec: LinearSpec, source: TensorSource, arena: Arena | None = None) -> Product:
-        """Read the parts and pack them; arena: where what is packed may lie."""
+    def linear(self, spec: LinearSpec, source: TensorSource, room: Room | None = None) -> Product:
+        """Read the parts and pack them; room: where what is packed may lie."""
         ...
 
     def table(
-        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, arena: Arena | None = None
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: Room | None = None
     ) -> Table:
         """Read an embedding; tied: its product is wanted too."""
         ...
