@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvarn.bench.cases import Case, prompt_ids, tokens_per_s
-from kvarn.bench.measure import context_for, run_case
+from kvarn.bench.measure import context_for, longest_tokens, run_case
 from kvarn.core.files import ModelFiles
 from kvarn.core.options import Numerics
 from kvarn.core.requests import SamplingParams
@@ -52,7 +52,7 @@ def sweep(
     weights: str = "native",
 ) -> list[Figure]:
     """Every case with every cache and every numerics, which take turns in each round."""
-    longest = context_for(max(c.prompt_tokens + c.output_tokens for c in cases))
+    longest = context_for(max(longest_tokens(c) for c in cases))
     most = max(c.streams for c in cases)
     engines = {}
     for kv, how in itertools.product(formats, numerics):
