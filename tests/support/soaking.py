@@ -14,7 +14,7 @@ import psutil
 from support.serving import Running, running_server
 from support.soak_clients import CLIENTS, STUCK_S, ClientReport, play
 
-WARM_SHARE = 0.3  # of the time, before memory is measured for the first time
+WARM_SHARE = 0.5  # of the time, before memory is measured for the first time
 GROWTH_BYTES = 16e6
 
 

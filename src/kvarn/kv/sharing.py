@@ -68,6 +68,7 @@ class PrefixSharing:
     def take_over(self, state: SequenceState, match: Match) -> int:
         """The sequence's rows name what was found; a block that fits only in part is copied if one is free. Returns the
         tokens that are now cached. The match was acquired: state.place is pinned."""
+        self._found.pop(state.seq_id, None)
         for index, (group, row) in enumerate(zip(self._groups, state.rows, strict=True)):
             for part in self.index.parts(match, index):
                 for offset, (pool, block) in enumerate(part):
