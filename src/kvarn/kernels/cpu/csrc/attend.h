@@ -80,20 +80,13 @@ inline void attend_split(const Step& s, const AttendCall& c, const Shape& h, con
     const HeadRows rows{t.head + k, k * t.head_rows, t.head_rows};
     if (h.any_v_integer) stage_v_scales(s, c, h, w, n, rows.head);
     for (int i = 0; i < n; i++)
-      if (w.columns[i].v_way == kInteger) w.ahead[i] = ask_next(s, c, h, next, reinterpret_cast<const uint8_t*>(w.scores), kInteger);
+      w.ahead[i] = ask_next(s, c, h, next, reinterpret_cast<const uint8_t*>(w.scores), w.columns[i].v_way);
     for (int r = 0; r < rows.n; r++)
       exponentiate(s, h, w, n, rows.first + r, r < imin(h.group, kExpRows), w.scores + (rows.first + r) * width,
                    out.peak[rows.first + r], out.sum + rows.first + r);
-    if (h.any_v_integer) mix_by_integers(s, c, h, w, n, rows, width, out.mix + int64_t(rows.first) * h.padded_v);
-  }
-  for (int i = 0; i < n; i++) {
-    const Column& col = w.columns[i];
-    if (col.v_way == kInteger) continue;
-    for (int k = 0; k < t.n_heads; k++) {
-      const HeadRows rows{t.head + k, k * t.head_rows, t.head_rows};
-      const Ahead ahead = ask_next(s, c, h, next, reinterpret_cast<const uint8_t*>(w.scores), col.v_way);
-      mix_block(s, c, h, w, col, rows, i, width, out.mix + int64_t(rows.first) * h.padded_v, ahead);
-    }
+    float* mix = out.mix + int64_t(rows.first) * h.padded_v;
+    if (h.any_v_integer) mix_by_integers(s, c, h, w, n, rows, width, mix);
+    mix_others(s, c, h, w, n, rows, width, mix);
   }
   walk.asked_columns = next.column - next_begin;
   if (!turbo) return;

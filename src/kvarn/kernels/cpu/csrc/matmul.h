@@ -78,7 +78,14 @@ inline void matmul(int codec, const uint8_t* m, int64_t row_stride, int columns,
   }
 }
 
+// One product of pairs of bfloat16 [rows][pairs] with M [2 * pairs][columns], columns a multiple of 32, and memory to ask for
+// meanwhile: kDotLines lines a pair of rows and 32 columns.
 constexpr int kDotLines = 2;
+struct DotPart {
+  const uint8_t* m;
+  const uint32_t* a;
+  Ahead ahead;
+};
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 // The same for bfloat16 on both sides: pairs of rows of M are interleaved and multiplied two at a time (VDPBF16PS, float32
@@ -134,23 +141,29 @@ INLINE void add_pairs(__m512& sum, __m512bh a, __m512bh b) {  // in assembly: GC
 }
 
 template <int C, int R>
-INLINE void dot_tile(const uint8_t* m, int64_t row, const uint32_t* a, int64_t lda, int pairs, float* c, int64_t ldc, bool add,
-                     Ahead ahead) {
+INLINE void dot_tile(const DotPart* parts, int n_parts, int column, int64_t row, int64_t lda, int64_t first_row, int pairs, float* c,
+                     int64_t ldc, bool add, bool asking) {
   __m512 x[R], y[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     x[r] = add ? _mm512_loadu_ps(c + r * ldc) : _mm512_setzero_ps();
     y[r] = add ? _mm512_loadu_ps(c + r * ldc + 16) : _mm512_setzero_ps();
   }
-  for (int k = 0; k < pairs; k++, m += 2 * row) {
-    __m512bh p, q;
-    ask<kDotLines>(ahead);
-    two_rows<C>(m, row, &p, &q);
+  for (int i = 0; i < n_parts; i++) {
+    const uint8_t* m = parts[i].m + row_bytes(C, column);
+    const uint32_t* a = parts[i].a + first_row * lda;
+    Ahead ahead = asking ? parts[i].ahead : Ahead{m, 0};
+    ahead.at += int64_t(column / 32) * pairs * kDotLines * ahead.step;
+    for (int k = 0; k < pairs; k++, m += 2 * row) {
+      __m512bh p, q;
+      ask<kDotLines>(ahead);
+      two_rows<C>(m, row, &p, &q);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      __m512bh w = (__m512bh)_mm512_set1_epi32(int(a[r * lda + k]));
-      add_pairs(x[r], w, p);
-      add_pairs(y[r], w, q);
+      for (int r = 0; r < R; r++) {
+        __m512bh w = (__m512bh)_mm512_set1_epi32(int(a[r * lda + k]));
+        add_pairs(x[r], w, p);
+        add_pairs(y[r], w, q);
+      }
     }
   }
 #pragma GCC unroll 12
@@ -161,22 +174,18 @@ INLINE void dot_tile(const uint8_t* m, int64_t row, const uint32_t* a, int64_t l
 }
 #endif
 
-// M as bfloat16 or fp8 stores it, rows of `columns` numbers. ahead: memory to ask for meanwhile, kDotLines lines a pair of rows
-// and 32 columns.
+// C (+)= the sum over parts of A * M, M as bfloat16 or fp8 stores it, rows of `columns` numbers.
 template <int C>
-void matmul_dot(const uint8_t* m, int columns, const uint32_t* a, int64_t lda, int rows, int pairs, float* c, int64_t ldc,
-                bool add, Ahead ahead) {
+void matmul_dot(const DotPart* parts, int n_parts, int columns, int64_t lda, int rows, int pairs, float* c, int64_t ldc, bool add) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-  for (int col = 0; col < columns; col += 32, ahead.at += pairs * kDotLines * ahead.step) {
-    const uint8_t* first = m + row_bytes(C, col);
-#define KVARN_TILE(R)                                                                                  \
-  dot_tile<C, R>(first, row_bytes(C, columns), a + r0 * lda, lda, pairs, c + r0 * ldc + col, ldc, add, \
-                 r0 == 0 ? ahead : Ahead{first, 0})
+  for (int col = 0; col < columns; col += 32) {
+#define KVARN_TILE(R) \
+  dot_tile<C, R>(parts, n_parts, col, row_bytes(C, columns), lda, r0, pairs, c + r0 * ldc + col, ldc, add, r0 == 0)
     KVARN_ROWS(rows, KVARN_TILE)
 #undef KVARN_TILE
   }
 #else
-  (void)m, (void)columns, (void)a, (void)lda, (void)rows, (void)pairs, (void)c, (void)ldc, (void)add, (void)ahead;
+  (void)parts, (void)n_parts, (void)columns, (void)lda, (void)rows, (void)pairs, (void)c, (void)ldc, (void)add;
 #endif
 }
 

@@ -138,10 +138,12 @@ inline void mix_by_integers(const Step& s, const AttendCall& c, const Shape& h, 
   }
 }
 
-INLINE const uint8_t* v_rows(const Step& s, const Shape& h, const Work& w, const Column& col, const uint8_t* codes) {
-  if (!col.holes) return codes;  // slots that hold nothing may hold anything: rows of zeros stand in for them
+// One head's values in a block. Slots that hold nothing may hold anything: rows of zeros stand in for them, in place `index` of
+// the scratch.
+INLINE const uint8_t* v_rows(const Step& s, const Shape& h, const Work& w, const Column& col, const uint8_t* codes, int index) {
+  if (!col.holes) return codes;
   int64_t bytes = row_bytes(col.pool->v.codec, s.v_dim);
-  auto* out = reinterpret_cast<uint8_t*>(w.stage);
+  auto* out = reinterpret_cast<uint8_t*>(w.stage) + index * h.block * bytes;
   for (int j = 0; j < h.block; j++)
     if (col.positions[j] < 0) __builtin_memset(out + j * bytes, 0, bytes);
     else __builtin_memcpy(out + j * bytes, codes + j * bytes, bytes);
@@ -153,7 +155,7 @@ inline void mix_plain(const Step& s, const Shape& h, const Work& w, const Column
                       const float* weights, int64_t width, int first, int n, float* mix) {
   int codec = col.pool->v.codec;
   if (fast_row(codec, s.v_dim) && n % (2 * W) == 0 && (codec < kAffine4 || first % 32 == 0)) {
-    const uint8_t* rows = v_rows(s, h, w, col, codes);
+    const uint8_t* rows = v_rows(s, h, w, col, codes, 0);
     matmul(codec, rows + row_bytes(codec, first), row_bytes(codec, s.v_dim), n, weights, width, n_rows, h.block,
            mix + first, h.padded_v, true);
     return;
@@ -198,15 +200,31 @@ inline void mix_by_floats(const Step& s, const AttendCall& c, const Shape& h, co
   mix_plain(s, h, w, col, rows.n, codes, p, width, 0, s.v_dim, mix);
 }
 
-// mix [n][padded_v] of one head += the weights of visited block `index` times its values, by floats or bfloat16.
-inline void mix_block(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                      const HeadRows& rows, int index, int64_t width, float* mix, const Ahead& ahead) {
-  const float* p = w.scores + rows.first * width + int64_t(index) * h.padded_block;
-  if (col.v_way == kPlain) return mix_by_floats(s, c, h, w, col, rows, p, width, mix);
-  const uint8_t* v = v_rows(s, h, w, col, at(col.pool->v.part[0], col.block, c.layer, rows.head));
-  const uint32_t* pairs = w.p_dot + (rows.first * width + int64_t(index) * h.padded_block) / 2;
-  auto product = col.pool->v.codec == kBF16 ? matmul_dot<kBF16> : matmul_dot<kFP8>;
-  product(v, s.v_dim, pairs, width / 2, rows.n, h.block / 2, mix, h.padded_v, true, ahead);
+// mix [n][padded_v] of one head += the weights of the visited blocks [begin, end), all mixed by dot products and of one codec,
+// times their values.
+inline void mix_dots(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const HeadRows& rows, int begin, int end,
+                     int64_t width, float* mix) {
+  const int codec = w.columns[begin].pool->v.codec;
+  for (int i = begin; i < end; i++) {
+    const Column& col = w.columns[i];
+    const uint8_t* v = v_rows(s, h, w, col, at(col.pool->v.part[0], col.block, c.layer, rows.head), i - begin);
+    w.parts[i - begin] = {v, w.p_dot + (rows.first * width + int64_t(i) * h.padded_block) / 2, w.ahead[i]};
+  }
+  auto product = codec == kBF16 ? matmul_dot<kBF16> : matmul_dot<kFP8>;
+  product(w.parts, end - begin, s.v_dim, width / 2, rows.n, h.block / 2, mix, h.padded_v, true);
+}
+
+// The same for all visited blocks whose values are not mixed by integers, in their order.
+inline void mix_others(const Step& s, const AttendCall& c, const Shape& h, const Work& w, int n, const HeadRows& rows, int64_t width,
+                       float* mix) {
+  for (int i = 0, end; i < n; i = end) {
+    const Column& col = w.columns[i];
+    end = i + 1;
+    if (col.v_way == kPlain) mix_by_floats(s, c, h, w, col, rows, w.scores + rows.first * width + int64_t(i) * h.padded_block, width, mix);
+    if (col.v_way != kDot) continue;
+    while (end < n && w.columns[end].v_way == kDot && w.columns[end].pool->v.codec == col.pool->v.codec) end++;
+    mix_dots(s, c, h, w, rows, i, end, width, mix);
+  }
 }
 
 }  // namespace

@@ -78,16 +78,16 @@ inline void run_tile(const Job& j, const Tile& t, Walk& walk) {
   Work w = take_work(thread_scratch, *j.step, j.shape);
   Partial total = take_partial(thread_scratch, j.shape), part = take_partial(thread_scratch, j.shape);
   stage_queries(*j.step, *j.call, j.shape, t, w);
-  clear(j.shape, t.n_rows, total);
   const int length = j.step->table.length[t.row];
+  if (length == 0) clear(j.shape, t.n_rows, total);
   for (int begin = 0; begin < length; begin += j.shape.columns) {
     const int end = imin(begin + j.shape.columns, length);
     if (end == length) {
       const int after = __atomic_load_n(&j.next_tile, __ATOMIC_RELAXED);
       walk.after = after < j.n_tiles ? j.tiles + after : nullptr;
     }
-    attend_split(*j.step, *j.call, j.shape, t, w, begin, end, walk, part);
-    merge(j.shape, t.n_rows, total, part);
+    attend_split(*j.step, *j.call, j.shape, t, w, begin, end, walk, begin == 0 ? total : part);
+    if (begin > 0) merge(j.shape, t.n_rows, total, part);
   }
   finish(*j.step, *j.call, j.shape, t, total);
 }
@@ -118,9 +118,8 @@ inline void run_split(int item, void* context) {
   Walk walk{false, nullptr, 0};
   attend_split(*j.step, *j.call, j.shape, t, w, begin, imin(begin + j.shape.columns, length), walk, partial_at(j, item));
   if (__atomic_sub_fetch(j.open_splits + index, 1, __ATOMIC_ACQ_REL) > 0) return;
-  Partial total = take_partial(thread_scratch, j.shape);
-  clear(j.shape, t.n_rows, total);
-  for (int i = j.first_split[index]; i < j.first_split[index + 1]; i++) merge(j.shape, t.n_rows, total, partial_at(j, i));
+  const Partial total = partial_at(j, j.first_split[index]);
+  for (int i = j.first_split[index] + 1; i < j.first_split[index + 1]; i++) merge(j.shape, t.n_rows, total, partial_at(j, i));
   finish(*j.step, *j.call, j.shape, t, total);
 }
 

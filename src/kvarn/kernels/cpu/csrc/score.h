@@ -124,7 +124,8 @@ inline void score_block(const Step& s, const AttendCall& c, const Shape& h, cons
   const uint8_t* k = at(col.pool->k.part[0], col.block, c.layer, rows.head);
   const uint32_t* q = w.q_dot + int64_t(rows.first) * (s.k_dim / 2);
   auto product = col.pool->k.codec == kBF16 ? matmul_dot<kBF16> : matmul_dot<kFP8>;
-  product(k, h.block, q, s.k_dim / 2, rows.n, s.k_dim / 2, out, width, false, v);
+  const DotPart part{k, q, v};
+  product(&part, 1, h.block, s.k_dim / 2, rows.n, s.k_dim / 2, out, width, false);
 }
 
 INLINE vf cap_scores(vf x, float cap) {  // cap * tanh(x / cap); the polynomial near 0 is Cephes' (tanhf, S. Moshier)

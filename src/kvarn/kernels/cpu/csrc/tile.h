@@ -142,6 +142,7 @@ struct Work {  // scratch of one tile; what belongs to queries is [rows][...]
   const uint8_t** stripe;    // of one head's values
   int *stripe_offset, *stripe_scale;  // where its tokens' scores stand in a row, and their scales in v_scale
   Ahead *stripe_ahead, *ahead;  // what to ask for beside a stripe; beside a visited block of one head
+  DotPart* parts;
   Column* columns;
 };
 
@@ -161,7 +162,7 @@ INLINE Work lay_out(Take take, const Step& s, const Shape& h) {
   w.q_scaled = take(float{}, rows * imax(h.padded_block, s.k_dim));
   w.scores = take(float{}, rows * width);
   w.p_dot = take(uint32_t{}, rows * width);
-  w.stage = take(float{}, int64_t(imax(s.k_dim, h.block)) * imax(h.padded_block, h.padded_v));
+  w.stage = take(float{}, imax(imax(s.k_dim, h.block) * imax(h.padded_block, h.padded_v), h.columns * h.block * s.v_dim / 2));
   w.mix_turbo = take(float{}, rows * h.padded_v);
   w.bias = take(float{}, rows);
   w.scale = take(float{}, scale_floats(s, h));
@@ -183,6 +184,7 @@ INLINE Work lay_out(Take take, const Step& s, const Shape& h) {
   w.stripe_scale = take(int{}, stripes);
   w.stripe_ahead = take(Ahead{}, stripes);
   w.ahead = take(Ahead{}, h.columns);
+  w.parts = take(DotPart{}, h.columns);
   w.columns = take(Column{}, h.columns);
   return w;
 }
