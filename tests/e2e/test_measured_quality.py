@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from support.fetched import fetched
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 TOKENS = 1024
+STREAMS = ("full", "window:256", "window:256,sinks=4")
 
 
 def measured(caches: str, task: str, **settings: object) -> Sequence[Row]:
@@ -55,7 +57,17 @@ def test_a_quarter_that_saw_the_question_holds_its_answer_better_than_a_window()
 
 
 def test_half_of_the_cache_keeps_a_pass_key_before_it_is_asked_for() -> None:
-    rows = measured("h2o:50%; window:50%,sinks=4", "needle", lengths=(TOKENS,), depths=(0.2, 0.3, 0.4))
+    rows = measured("h2o:50%; kvzip:50%; window:50%,sinks=4", "needle", lengths=(TOKENS,), depths=(0.2, 0.3, 0.4))
     exact, logprob = values(rows, "unseen_exact"), values(rows, "unseen_logprob")
-    assert exact["h2o:50%"] == exact["full"] == 1.0
+    assert exact["kvzip:50%"] == exact["full"] == 1.0
+    assert logprob["kvzip:50%"] > logprob["full"] - 0.1
     assert logprob["h2o:50%"] > logprob["window:50%,sinks=4"] + 1.0
+
+
+def test_a_window_without_sinks_does_damage() -> None:
+    """As in StreamingLLM, section 4.1: where the first tokens are dropped, not only what they said is lost."""
+    rows = measured("window:256; window:256,sinks=4", "stream", stream_tokens=1024)
+    parts = {c: [r.value for r in rows if r.cache == c and r.metric == "perplexity_part"] for c in STREAMS}
+    late = {cache: sum(map(math.log, found[6:])) / len(found[6:]) for cache, found in parts.items()}
+    assert late["window:256"] > late["full"] + 0.5
+    assert late["window:256,sinks=4"] < late["full"] + 0.15
