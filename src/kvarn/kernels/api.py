@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -194,12 +194,20 @@ class StepKernel(Protocol):
         ...
 
 
-class Decoder(Protocol):
-    """All layers of a model, run over one step in one call: the same bits as layer by layer."""
+class PlainStep(NamedTuple):
+    """A step in which layers only append and attend. kernels: each cache group's; places: each layer's group and its
+    index within it."""
 
-    def run(self, x: Tensor, kernels: Sequence[tuple[StepKernel, int]], ropes: Sequence[Rope]) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. kernels: each layer's step and its index within that step's cache group; ropes:
-        each layer's rotation."""
+    kernels: tuple[StepKernel, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+class Decoder(Protocol):
+    """All layers of a model and its last norm, run over one step in one call: the same bits as layer by layer."""
+
+    def run(self, x: Tensor, step: PlainStep, ropes: Sequence[Rope], rope_of: tuple[int, ...]) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. rope_of: for each layer, which of the rotations is its own; the same object in
+        every step, as are the places of `step`."""
         ...
 
 
@@ -216,8 +224,8 @@ class Backend(Protocol):
         blocks of a table row stay as they are when it is first read."""
         ...
 
-    def decoder(self, layers: Sequence[LayerProgram]) -> Decoder | None:
-        """Prepare all layers of a model; None where this backend runs them operation by operation."""
+    def decoder(self, layers: Sequence[LayerProgram], norm: Tensor, eps: float) -> Decoder | None:
+        """Prepare all layers of a model and its last norm; None where this backend runs them operation by operation."""
         ...
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:

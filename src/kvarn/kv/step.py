@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvarn.kernels.api import AttendParams, Backend, PoolView, Rope, StepKernel, StepRows, TableView
+from kvarn.kernels.api import AttendParams, Backend, PlainStep, PoolView, Rope, StepKernel, StepRows, TableView
 from kvarn.kv.group import CacheGroup
-from kvarn.kv.places import LayerPlace
+from kvarn.kv.places import LayerPlace, LayerPlaces
 from kvarn.kv.sealing import StepSeals, seals_of_step
 from kvarn.kv.signals import NOTHING, GroupSignals, Wants
 from kvarn.kv.table import OPEN
@@ -110,7 +110,7 @@ class CacheStep:
     rows: StepRows
     positions: Tensor
     groups: tuple[GroupStep, ...]
-    places: tuple[LayerPlace | None, ...]
+    places: LayerPlaces
     backend: Backend
 
     def layer(self, index: int) -> PagedLayerKV:
@@ -118,12 +118,11 @@ class CacheStep:
         assert place is not None, f"layer {index} has no cache"
         return PagedLayerKV(self.backend, self.groups[place.group], place)
 
-    def plain(self) -> tuple[tuple[StepKernel, int], ...] | None:
+    def plain(self) -> PlainStep | None:
         """See `kvarn.kv.view.StepKV`."""
-        if any(g.signals is not None or g.seals is not None for g in self.groups):
+        if self.places.pairs is None or any(g.signals is not None or g.seals is not None for g in self.groups):
             return None
-        found = tuple((self.groups[p.group].kernel, p.index) for p in self.places if p is not None)
-        return found if len(found) == len(self.places) else None
+        return PlainStep(tuple(g.kernel for g in self.groups), self.places.pairs)
 
 
 def step_rows(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -139,7 +138,7 @@ def build_step(
     spans: Sequence[Span],
     rows: Sequence[tuple[int, ...]],
     groups: Sequence[CacheGroup],
-    places: tuple[LayerPlace | None, ...],
+    places: LayerPlaces,
     backend: Backend,
     wants: Sequence[Sequence[Wants]],
 ) -> CacheStep:

@@ -10,7 +10,7 @@ import numpy as np
 from kvarn.core.events import BlocksDropped, BlocksSealed, Event
 from kvarn.kernels.api import Backend
 from kvarn.kv.group import CacheGroup
-from kvarn.kv.places import LayerPlace
+from kvarn.kv.places import LayerPlaces
 from kvarn.kv.policies.base import Signal
 from kvarn.kv.sharing import PrefixSharing
 from kvarn.kv.signals import NOTHING, Wants
@@ -27,7 +27,7 @@ class Steps:
         self,
         sequences: Mapping[int, SequenceState],
         groups: Sequence[CacheGroup],
-        places: tuple[LayerPlace | None, ...],
+        places: LayerPlaces,
         backend: Backend,
         prefixes: PrefixSharing | None,
         emit: Callable[[Event], None],

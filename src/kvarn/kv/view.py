@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from kvarn.kernels.api import AttendParams, Backend, Rope, StepKernel
+from kvarn.kernels.api import AttendParams, Backend, PlainStep, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class StepKV(Protocol):
         """The cache of model layer `index`."""
         ...
 
-    def plain(self) -> Sequence[tuple[StepKernel, int]] | None:
-        """Each layer's kernel and its index within that kernel's cache group, where layers only append and attend;
-        None where something comes between, such as sealing, or signals that a policy reads."""
+    def plain(self) -> PlainStep | None:
+        """The step where layers only append and attend; None where something comes between, such as sealing, or
+        signals that a policy reads."""
         ...

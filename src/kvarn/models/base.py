@@ -63,6 +63,7 @@ class CausalLM:
         self._output = self._embedding.product() if self.tied else self.product("lm_head", self.vocab_size)
         self._soft_cap = self.logit_soft_cap()
         self._rope_kinds = self.rope_kinds()
+        self._rope_of = tuple(list(self._ropes).index(kind) for kind in self._rope_kinds)
         self._prepared: dict[tuple[Backend, bool], Decoder | None] = {}
 
     # What a step does.
@@ -76,10 +77,9 @@ class CausalLM:
         ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
         whole, plain = self._whole(kernels, len(x)), kv.plain()
         if whole is not None and plain is not None:
-            x = whole.run(x, plain, [ropes[kind] for kind in self._rope_kinds])
-        else:
-            for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
-                x = layer(x, kernels, kv.layer(index), ropes[kind])
+            return whole.run(x, plain, tuple(ropes.values()), self._rope_of)
+        for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
+            x = layer(x, kernels, kv.layer(index), ropes[kind])
         return kernels.rms_norm(x, self._norm, self.eps)
 
     def _whole(self, kernels: Backend, rows: int) -> Decoder | None:
@@ -87,7 +87,8 @@ class CausalLM:
         key = kernels, rows >= MANY_ROWS
         if key not in self._prepared:
             said = [p for layer in self._decoder if (p := layer.program(rows)) is not None]
-            self._prepared[key] = kernels.decoder(said) if len(said) == len(self._decoder) else None
+            whole = len(said) == len(self._decoder)
+            self._prepared[key] = kernels.decoder(said, self._norm, self.eps) if whole else None
         return self._prepared[key]
 
     def logits(self, hidden: Tensor) -> Tensor:

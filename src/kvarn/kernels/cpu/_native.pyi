@@ -180,7 +180,7 @@ def read_bandwidth(isa: str, data: int, n_bytes: int, n_threads: int, repeats: i
 def float_rate(isa: str, n_threads: int, repeats: int, /) -> float: ...
 
 class Decoder:
-    def __init__(self, isa: str, /) -> None: ...
+    def __init__(self, isa: str, norm: int, norm_dtype: int, eps: float, /) -> None: ...
     def add(
         self,
         qkv: Matrix,
@@ -200,6 +200,7 @@ class Decoder:
         sinks: int,
         /,
     ) -> None: ...
+    def lay(self, places: Sequence[tuple[int, int, int]], /) -> None: ...
     def run(
         self,
         x: int,
@@ -207,7 +208,6 @@ class Decoder:
         rows: int,
         dtype: int,
         steps: Sequence[int],
-        places: Sequence[int],
         ropes: Sequence[tuple[int, int, int]],
         n_threads: int,
         /,

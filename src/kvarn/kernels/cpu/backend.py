@@ -61,8 +61,8 @@ class CpuBackend:
     ) -> CpuStep:
         return CpuStep(self.isa, self.threads, rows, table, pools, dims_of(pools[0]), slots)
 
-    def decoder(self, layers: Sequence[LayerProgram]) -> CpuDecoder | None:
-        return CpuDecoder(self.isa, layers) if layers and runs_whole(layers) else None
+    def decoder(self, layers: Sequence[LayerProgram], norm: Tensor, eps: float) -> CpuDecoder | None:
+        return CpuDecoder(self.isa, layers, norm, eps) if layers and runs_whole(layers) else None
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:
         rows = StepRows(_NO_ROWS.query_start, x.new_zeros(x.shape[0], dtype=torch.int32), 0)

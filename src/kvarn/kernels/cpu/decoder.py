@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvarn.kernels.api import CodeMatrix, LayerProgram, Rope, StepKernel
+from kvarn.kernels.api import CodeMatrix, LayerProgram, PlainStep, Rope
 from kvarn.kernels.cpu import _native
 from kvarn.kernels.cpu.codes import ACTIVATIONS, DTYPES
 from kvarn.kernels.cpu.matrix import Matrix
@@ -17,11 +17,13 @@ from kvarn.kernels.cpu.step import CpuStep
 class CpuDecoder:
     """See `kvarn.kernels.api.Decoder`."""
 
-    __slots__ = ("_keep", "_native")
+    __slots__ = ("_keep", "_laid", "_native")
 
-    def __init__(self, isa: str, layers: Sequence[LayerProgram]) -> None:
+    def __init__(self, isa: str, layers: Sequence[LayerProgram], norm: Tensor, eps: float) -> None:
         """Raises TypeError for a matrix that is not held in the native layout."""
-        self._native, self._keep = _native.Decoder(isa), tuple(layers)
+        self._native = _native.Decoder(isa, norm.data_ptr(), DTYPES[norm.dtype], eps)
+        self._keep = (tuple(layers), norm)
+        self._laid: tuple[object, object] = (None, None)  # the places and rotations that the native side knows
         for layer in layers:
             params = layer.params
             norms = (
@@ -50,23 +52,23 @@ class CpuDecoder:
                 _address(params.sinks),
             )
 
-    def run(self, x: Tensor, kernels: Sequence[tuple[StepKernel, int]], ropes: Sequence[Rope]) -> Tensor:
+    def run(self, x: Tensor, step: PlainStep, ropes: Sequence[Rope], rope_of: tuple[int, ...]) -> Tensor:
+        if self._laid[0] is not step.places or self._laid[1] is not rope_of:
+            self._native.lay([(group, index, rope) for (group, index), rope in zip(step.places, rope_of, strict=True)])
+            self._laid = (step.places, rope_of)
         x = x.contiguous()
         out = torch.empty_like(x)
-        steps, places = [], []
-        for kernel, place in kernels:
+        steps = []
+        for kernel in step.kernels:
             assert isinstance(kernel, CpuStep)
             steps.append(kernel.address)
-            places.append(place)
-        rotations = [(r.cos.data_ptr(), r.sin.data_ptr(), r.cos.shape[1]) for r in ropes]
         self._native.run(
             x.data_ptr(),
             out.data_ptr(),
             x.shape[0],
             DTYPES[x.dtype],
             steps,
-            places,
-            rotations,
+            [(r.cos.data_ptr(), r.sin.data_ptr(), r.cos.shape[1]) for r in ropes],
             torch.get_num_threads(),
         )
         return out

@@ -76,7 +76,7 @@ class ReferenceBackend:
     ) -> ReferenceStep:
         return ReferenceStep(self, rows, table, pools, slots)
 
-    def decoder(self, layers: Sequence[LayerProgram]) -> None:
+    def decoder(self, layers: Sequence[LayerProgram], norm: Tensor, eps: float) -> None:
         return None
 
     def rope(self, x: Tensor, rope: Rope) -> Tensor:

@@ -1,4 +1,4 @@
-// A decoder's layers over one step in one call: the same operations in the same order as layer by layer, without the way
+// A decoder's layers and its last norm over one step in one call: the same operations in the same order as layer by layer, without the way
 // through Python between them, and on one team of threads that stays together.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -20,6 +20,7 @@ namespace kvarn {
 namespace {
 
 using RopeParts = std::tuple<Address, Address, int>;  // cos, sin, half
+using Place = std::tuple<int, int, int>;              // of a layer: cache group, index within it, rotation
 
 struct Layer {
   const PyMatrix *qkv, *out, *gate_up, *down;
@@ -36,9 +37,8 @@ struct Run {  // one step
   void* out;
   int64_t rows;
   int dtype, n_threads;
-  const std::vector<Address>* steps;
-  const std::vector<int>* places;
-  const std::vector<RopeParts>* ropes;
+  const std::vector<Address>* steps;     // of each cache group
+  const std::vector<RopeParts>* ropes;   // different ones
 };
 
 struct HeadNorm {  // RMS norm of some heads of each row, packed into `out`
@@ -67,8 +67,13 @@ void norm_heads(int item, void* context) {
 struct PyDecoder {
   const Ops* ops;
   std::vector<Layer> layers;
+  std::vector<Place> places;
+  const void* norm;
+  int norm_dtype;
+  float eps;
 
-  explicit PyDecoder(const std::string& isa) : ops(ops_named(isa)) {}
+  PyDecoder(const std::string& isa, Address norm, int norm_dtype, float eps)
+      : ops(ops_named(isa)), norm(pointer<void>(norm)), norm_dtype(norm_dtype), eps(eps) {}
 
   void add(const PyMatrix& qkv, const PyMatrix& out, const PyMatrix& gate_up, const PyMatrix& down,
            const std::vector<Address>& norms, float eps, float head_eps, int query_heads, int kv_heads, int activation,
@@ -88,12 +93,19 @@ struct PyDecoder {
     layers.push_back(l);
   }
 
-  // x [rows, hidden] -> out. steps, places, ropes: each layer's step, its index within that step's cache group and rotation.
-  void run(Address x, Address out, int64_t rows, int dtype, const std::vector<Address>& steps, const std::vector<int>& places,
+  void lay(const std::vector<Place>& places) {
+    if (places.size() != layers.size()) throw std::invalid_argument("a place is needed for each layer");
+    this->places = places;
+  }
+
+  // x [rows, hidden] -> out
+  void run(Address x, Address out, int64_t rows, int dtype, const std::vector<Address>& steps,
            const std::vector<RopeParts>& ropes, int n_threads) const {
-    if (steps.size() != layers.size() || places.size() != layers.size() || ropes.size() != layers.size())
-      throw std::invalid_argument("a step, a place and a rotation are needed for each layer");
-    Run r{this, pointer<void>(x), pointer<void>(out), rows, dtype, n_threads, &steps, &places, &ropes};
+    if (places.size() != layers.size()) throw std::invalid_argument("the layers have no places yet");
+    for (const auto& [group, index, rope] : places)
+      if (group < 0 || group >= int(steps.size()) || rope < 0 || rope >= int(ropes.size()))
+        throw std::invalid_argument("a layer's group has no step, or its rotation is missing");
+    Run r{this, pointer<void>(x), pointer<void>(out), rows, dtype, n_threads, &steps, &ropes};
     nb::gil_scoped_release free;
     together(n_threads, [](void* p) { static_cast<Run*>(p)->decoder->all(*static_cast<Run*>(p)); }, &r);
   }
@@ -139,10 +151,13 @@ class Pass {  // one run through all layers
   void all() {
     const void* x = r_.x;
     for (size_t i = 0; i < d_.layers.size(); i++) {
-      void* out = i + 1 == d_.layers.size() ? r_.out : next_;
-      layer(d_.layers[i], i, x, out);
-      x = out;
+      layer(d_.layers[i], i, x, next_);
+      x = next_;
     }
+    RowsCall n{};
+    n.x = x, n.weight = d_.norm, n.out = r_.out, n.rows = r_.rows, n.dtype = r_.dtype, n.weight_dtype = d_.norm_dtype;
+    n.x_row = n.out_row = n.width = hidden_, n.eps = d_.eps, n.n_threads = r_.n_threads;
+    d_.ops->rms_norm(n);
   }
 
  private:
@@ -154,12 +169,13 @@ class Pass {  // one run through all layers
   }
 
   void attend(const Layer& l, size_t i, const void* x) {
-    const Step& s = *pointer<Step>((*r_.steps)[i]);
-    const auto& [cos, sin, half] = (*r_.ropes)[i];
+    const auto& [group, index, rope] = d_.places[i];
+    const Step& s = *pointer<Step>((*r_.steps)[group]);
+    const auto& [cos, sin, half] = (*r_.ropes)[rope];
     normed(*l.qkv, r_, x, l.before_attention, l.eps, heads_);
     const int64_t row = l.qkv->matrix.rows, dim = row / (l.query_heads + 2 * l.kv_heads), q_width = l.query_heads * dim;
     AttendCall c = l.attention;
-    c.layer = (*r_.places)[i], c.dtype = r_.dtype, c.out = mixed_;
+    c.layer = index, c.dtype = r_.dtype, c.out = mixed_;
     c.rope = {pointer<float>(cos), pointer<float>(sin), half};
     c.q = heads_, c.q_token = row;
     uint8_t* k = heads_ + q_width * size_;
@@ -217,8 +233,9 @@ void PyDecoder::all(const Run& r) const {
 
 void add_decoder(nb::module_& m) {
   nb::class_<PyDecoder>(m, "Decoder")
-      .def(nb::init<const std::string&>())
+      .def(nb::init<const std::string&, Address, int, float>())
       .def("add", &PyDecoder::add)
+      .def("lay", &PyDecoder::lay)
       .def("run", &PyDecoder::run);
 }
 
