@@ -55,11 +55,23 @@ class CacheGroup(GroupBlocks):
             held = min(every, held + in_flight)
         needs = [held]
         if self.home != OPEN:
-            newest = blocks_for(self.plan.residual_tokens, self.block_size) + 1
-            needs = [min(held, newest + in_flight), held]
+            needs = [min(held, self._newest_blocks + in_flight), held]
         needs += [0] * (len(self.pools) - len(needs))  # tiers: only what a policy moves there, if there is room
         scaled = [n * self.rows_per_seq for n in needs]
         return list(zip(self.pools, self.pool_block_bytes, scaled, strict=True))
+
+    @property
+    def _newest_blocks(self) -> int:
+        """Open blocks of a row whose other blocks come to rest."""
+        return blocks_for(self.plan.residual_tokens, self.block_size) + 1
+
+    def headroom_blocks(self, pool: int, tokens: int) -> int:
+        """Blocks of a pool that the sequences here may still take when they grow by so many tokens in all. Where open
+        blocks come to rest, they are given back as they are taken: each row needs its newest ones and no more."""
+        if pool == OPEN != self.home:
+            newest = self.tables.sequences * self._newest_blocks * self.rows_per_seq
+            return max(0, newest - self.open_columns)
+        return blocks_for(tokens, self.block_size) * self.rows_per_seq
 
     def clear_row(self, row: int) -> None:
         """Give back all blocks of the sequence, and its rows."""

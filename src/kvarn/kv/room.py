@@ -11,7 +11,6 @@ from kvarn.core.options import CachePlan
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.prefix import Match
 from kvarn.kv.sharing import PrefixSharing
-from kvarn.kv.sizing import blocks_for
 
 
 class Room:
@@ -46,11 +45,10 @@ class Room:
             return None
         for index, group in enumerate(self.groups):
             found = len(self.prefixes.index.parts(match, index)) if self.prefixes and match else 0
-            headroom = blocks_for(headroom_tokens, self.plan.block_size)
             for at, (pool, _, need) in enumerate(group.peak_blocks(tokens)):
-                shared = found if at == group.home else 0
+                shared = found * group.rows_per_seq if at == group.home else 0
                 free = pool.free_blocks + self.spare(index, at)
-                short = need + (headroom - shared) * group.rows_per_seq - free
+                short = need + group.headroom_blocks(at, headroom_tokens) - shared - free
                 if short > 0:
                     return NoRoom(short, group.describe(index))
         return None

@@ -58,6 +58,17 @@ def admit(manager: CacheManager, seq_id: int, tokens: int = 1) -> None:
     assert manager.admit(seq_id, [1] * tokens, b"") == 0
 
 
+@pytest.mark.parametrize("residual", [0, 9])
+def test_as_many_sequences_run_over_a_quantized_cache_as_were_planned(residual: int) -> None:
+    manager = make([FULL], blocks=60, kv="int8", residual_tokens=residual)
+    for seq_id in range(4):
+        assert manager.admit(seq_id, [1] * 32, b"", headroom_tokens=32 * seq_id) == 0, "others grow within their blocks"
+        write(manager, seq_id, 32)
+    for token in range(20):
+        for seq_id in range(4):
+            write(manager, seq_id, 1, seed=token)
+
+
 def table(manager: CacheManager, seq_id: int, group: int = 0) -> tuple[list[int], list[int]]:
     return manager.groups[group].tables.entries(manager.sequences[seq_id].rows[group])
 
