@@ -1,5 +1,6 @@
 // Mixing: softmax weights times the values of a block, in whichever way its format is multiplied.
 #pragma once
+#include "integer_mix.h"
 #include "score.h"
 
 namespace {
