@@ -135,19 +135,28 @@ def _shorten(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:
 
 def _own_changed_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> bool:
     """Blocks that stay but change must be this sequence's alone; False where copies do not fit."""
-    size = group.block_size
     shared: list[tuple[int, int, int]] = []  # (pool, row, column)
     for offset in range(group.rows_per_seq):
         each = row + offset
         for pool, begin, end in _regions(group, each):
-            kept = keep[offset, begin:end]
-            count = int(kept.sum())
-            for column in range(begin // size, -(-(begin + count) // size)):
-                inside = kept[column * size - begin : (column + 1) * size - begin]
-                if group.pools[pool].refs[group.tables.block[each, column]] > 1 and not inside.all():
+            for column in _changed_columns(group, pool, begin, end, keep[offset]):
+                if group.pools[pool].refs[group.tables.block[each, column]] > 1:
                     shared.append((pool, each, column))
     for pool in range(len(group.pools)):
         if sum(p == pool for p, _, _ in shared) > group.pools[pool].free_blocks:
             return False
     group.own_blocks(shared)
     return True
+
+
+def _changed_columns(group: CacheGroup, pool: int, begin: int, end: int, keep: np.ndarray) -> list[int]:
+    """Of a region's blocks that stay, those that lose a token: it is dropped, or moves to a hole before the new end."""
+    size, moves = group.block_size, _rewritable(group, pool)
+    left = begin + int(keep[begin:end].sum()) if moves else end
+    changed = []
+    for column in range(begin // size, -(-left // size)):
+        places = slice(column * size, min((column + 1) * size, end))
+        kept = keep[places]
+        if not (kept.all() and places.stop <= left) and (moves or kept.any()):
+            changed.append(column)
+    return changed

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvarn.core.requests import SamplingParams
 from kvarn.kv.choice import parse_policy
 from kvarn.kv.manager import CacheManager
+from kvarn.kv.policies.base import Decision
 from kvarn.kv.reading import group_view
+from kvarn.kv.step import Span
 from support.engines import make_engine
 
 IDS = [(i * 37 + i * i) % 250 for i in range(60)]
@@ -47,6 +50,27 @@ def test_a_sequence_keeps_what_its_twin_drops() -> None:
     cache.release(twin)
     cache.check()
     assert positions(cache, first) == [list(range(len(IDS)))] * len(positions(cache, first))
+
+
+def test_the_block_of_the_new_end_is_the_sequences_own_before_it_grows() -> None:
+    """All of a shared last block is kept, but its tokens move to holes before it: the next token must find it empty."""
+    engine = make_engine(kv="float32", block_size=8)
+    engine.add_request("r", IDS, SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    cache = engine.cache
+    (first,) = cache.sequences
+    twin, n = first + 1, len(IDS)
+    assert cache.fork(first, twin) is None
+    cache.sequences[twin].policy = parse_policy("knorm:57,recent=4")  # one that drops single tokens
+    keep = np.ones((1, n), dtype=bool)
+    keep[0, 1:4] = False
+    assert cache.apply(twin, Decision((keep,) * len(cache.groups)))
+    cache.check()
+    assert cache.extend(twin, n + 1) is None
+    cache.begin_step([Span(twin, n, 1)])
+    cache.check()
+    assert positions(cache, twin) == [[0, *range(4, n)]] * len(positions(cache, twin))
+    assert positions(cache, first) == [list(range(n))] * len(positions(cache, first))
 
 
 def positions(cache: CacheManager, seq_id: int) -> list[list[int]]:
