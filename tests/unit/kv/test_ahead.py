@@ -22,8 +22,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
 
 def build(kv: str = "float32") -> CacheManager:
-    """64 blocks in float32, of half a MiB of keys and as much of values."""
-    options = EngineOptions(kv=kv, block_size=128, context_tokens=4096, max_seqs=2, kv_memory_bytes=64 * MIB)
+    """128 blocks, 64 MiB of keys and as much of values: above 32 MiB the allocator never gives used memory again."""
+    options = EngineOptions(kv=kv, block_size=128, context_tokens=4096, max_seqs=4, kv_memory_bytes=128 * MIB)
     plan = plan_cache(LAYERS, options, max_context=None, default_format="float32", free_bytes=0)
     return CacheManager(plan, LAYERS, load_backend("reference"))
 
