@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from kvarn.core.cache_params import CacheParams
-from kvarn.core.errors import ConfigError, ModelError
+from kvarn.core.errors import ConfigError, IncompatiblePlan, ModelError
 from kvarn.core.events import EventSink
 from kvarn.core.files import ModelFiles, fingerprint
 from kvarn.core.geometry import geometry_of
@@ -145,6 +145,11 @@ def _residual_is_lossy(plan: CachePlan) -> bool:
 def check_before_loading(files: ModelFiles, options: EngineOptions) -> None:
     """What the config alone shows to be impossible is refused before weights are read. options: settled. Raises
     IncompatiblePlan, DoesNotFit, UnknownName; a config that cannot be read is left to the loader."""
+    if options.fast_memory_bytes is not None and options.numerics != "fast":
+        raise IncompatiblePlan(
+            f"{options.fast_memory_bytes:,} B for second forms of weights, which --numerics {options.numerics} has not",
+            fixes=("--numerics fast", "leave --fast-memory out"),
+        )
     try:
         geometry = geometry_of(dict(text_config(read_config(files.path))))
     except (ModelError, ConfigError):

@@ -207,6 +207,7 @@ def test_too_long_for_the_context_or_the_cache(directory: Path, llm: LLM) -> Non
         ({"kv_memory_bytes": 0}, IncompatiblePlan, "0 B"),
         ({"kv_memory_bytes": 10}, DoesNotFit, "10 B"),
         ({"threads": 0}, IncompatiblePlan, "threads is 0"),
+        ({"fast_memory_bytes": 10}, IncompatiblePlan, "10 B for second forms"),
     ],
 )
 def test_bad_options_are_refused(directory: Path, options: dict[str, object], error: type, words: str) -> None:
