@@ -18,11 +18,11 @@ from kvarn.core.errors import ModelError
 from kvarn.models.weights.base import (
     LinearSpec,
     Product,
-    Room,
     StepByStep,
     Table,
     TensorSource,
     WeightKind,
+    WeightRoom,
     read_vector,
     total_bytes,
 )
@@ -115,12 +115,12 @@ _UNREAD = _Unread()
 
 class Loaded:
     """The second pass: everything that `wanted` lists, read from `source` and packed by `kind`; second_bytes: see
-    `Room`."""
+    `WeightRoom`."""
 
     def __init__(self, wanted: Wanted, source: TensorSource, kind: WeightKind, second_bytes: int | None = None) -> None:
         self.activations, self._wanted = kind.activations, wanted
         self._ready: dict[Any, Any] = {}
-        room = Room(second_bytes)
+        room = WeightRoom(second_bytes)
         linears = sorted(wanted.linears, key=lambda spec: -spec.rows * spec.columns)
         # Tables are the largest; read beside others, what is held only while packing would add up.
         for name, (rows, columns, tied) in wanted.tables.items():

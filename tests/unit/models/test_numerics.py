@@ -16,7 +16,7 @@ from kvarn.models.weights import _float
 from kvarn.models.weights._check import COLUMNS, ROWS, Blocks, check_weights
 from kvarn.models.weights._coded import CodeProduct
 from kvarn.models.weights._codes import round_to_8_bits, wide_bytes, wide_group
-from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks, Room
+from kvarn.models.weights.base import MANY_ROWS, LinearSpec, Product, RawBlocks, WeightRoom
 
 KINDS = names_in("kvarn.models.weights")
 BATCHES = (1, 2, 3, 7, 16, 17, 63, 64, 100)
@@ -139,7 +139,7 @@ def test_second_forms_keep_within_their_memory(name: str) -> None:
     each = wide_bytes(ROWS, COLUMNS)
     x = torch.randn(MANY_ROWS, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
     invariant, free = load_kind(name).linear(spec, raw), load_kind(name, "fast").linear(spec, raw)
-    room = Room(second_bytes=2 * each + each // 2)
+    room = WeightRoom(second_bytes=2 * each + each // 2)
     made = [load_kind(name, "fast").linear(spec, raw, room) for _ in range(4)]
     assert [torch.equal(product(x), free(x)) for product in made] == [True, True, False, False]
     assert torch.equal(made[2](x), invariant(x))

@@ -18,9 +18,9 @@ from kvarn.models.weights.base import (
     LinearSpec,
     Product,
     RawBlocks,
-    Room,
     Table,
     TensorSource,
+    WeightRoom,
     total_bytes,
 )
 
@@ -130,7 +130,7 @@ class CodedKind:
     for_many: Choice | None = None
     activations: torch.dtype = torch.bfloat16
 
-    def linear(self, spec: LinearSpec, source: TensorSource, room: Room | None = None) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, room: WeightRoom | None = None) -> Product:
         if [name for name, _ in spec.parts] == ["lm_head"]:
             return CodeProduct(_matrix(spec, source, self.for_table, room and room.first), torch.float32)
         few = CodeProduct(_matrix(spec, source, self.for_linear, room and room.first))
@@ -144,7 +144,7 @@ class CodedKind:
         return of_codes(x, weight, self.bits, self.group)
 
     def table(
-        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: Room | None = None
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: WeightRoom | None = None
     ) -> Table:
         held = _held(name, shape, source, self.for_table)
         return CodeTable(code_matrix(held, shape[1], arena=room and room.first), self.activations)

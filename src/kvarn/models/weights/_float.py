@@ -17,7 +17,16 @@ from torch import Tensor
 
 from kvarn.models.weights._bounds import of_floats
 from kvarn.models.weights._ggml import decode, decode_into
-from kvarn.models.weights.base import LinearSpec, Product, RawBlocks, Room, StepByStep, Table, TensorSource, read_rows
+from kvarn.models.weights.base import (
+    LinearSpec,
+    Product,
+    RawBlocks,
+    StepByStep,
+    Table,
+    TensorSource,
+    WeightRoom,
+    read_rows,
+)
 
 TILE_ROWS = 16
 ROWS_HINT = 16  # the batch that the layout is chosen for; measured to be as good for 1 row as a hint of 1
@@ -146,11 +155,11 @@ class FloatKind:
     activations: torch.dtype
     invariant: bool = True
 
-    def linear(self, spec: LinearSpec, source: TensorSource, room: Room | None = None) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, room: WeightRoom | None = None) -> Product:
         return float_product(*read_rows(spec, source, self.activations), self.invariant)
 
     def table(
-        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: Room | None = None
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: WeightRoom | None = None
     ) -> Table:
         """Tied weights laid out for oneDNN are a second copy, which the speed of the largest product is worth."""
         if (raw := source.raw(name)) is not None:

@@ -129,7 +129,7 @@ class Table(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
 
-class Room:
+class WeightRoom:
     """Where weights are laid: the form that every product has, and the second one that `fast` adds to some.
     second_bytes: the most that second forms may take; None: as much as they want."""
 
@@ -155,12 +155,12 @@ class WeightKind(Protocol):
     name: str
     activations: torch.dtype
 
-    def linear(self, spec: LinearSpec, source: TensorSource, room: Room | None = None) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, room: WeightRoom | None = None) -> Product:
         """Read the parts and pack them; room: where what is packed may lie."""
         ...
 
     def table(
-        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: Room | None = None
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: WeightRoom | None = None
     ) -> Table:
         """Read an embedding; tied: its product is wanted too."""
         ...

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvarn.models.weights._coded import CodedKind
 from kvarn.models.weights._codes import BLOCK_COLUMNS, wide_groups
 from kvarn.models.weights._float import FloatKind
-from kvarn.models.weights.base import LinearSpec, Product, Room, Table, TensorSource
+from kvarn.models.weights.base import LinearSpec, Product, Table, TensorSource, WeightRoom
 from kvarn.models.weights.int4 import own_blocks
 
 
@@ -24,12 +24,12 @@ class NativeKind:
     floats: FloatKind
     activations: torch.dtype = torch.bfloat16
 
-    def linear(self, spec: LinearSpec, source: TensorSource, room: Room | None = None) -> Product:
+    def linear(self, spec: LinearSpec, source: TensorSource, room: WeightRoom | None = None) -> Product:
         quantized = all(source.raw(f"{name}.weight") is not None for name, _ in spec.parts)
         return (self.coded if quantized else self.floats).linear(spec, source, room)
 
     def table(
-        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: Room | None = None
+        self, name: str, shape: tuple[int, int], source: TensorSource, tied: bool, room: WeightRoom | None = None
     ) -> Table:
         return (self.floats if source.raw(name) is None else self.coded).table(name, shape, source, tied, room)
 
