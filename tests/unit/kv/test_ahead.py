@@ -22,7 +22,13 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
 
 def build(kv: str = "float32") -> CacheManager:
-    """128 blocks, 64 MiB of keys and as much of values: above 32 MiB the allocator never gives used memory again."""
+    """128 blocks, 64 MiB of keys and as much of values, in memory that nothing has written yet.
+
+    The allocator may carve them out of what earlier tests gave back; trimming it first lets go of the pages behind that.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     options = EngineOptions(kv=kv, block_size=128, context_tokens=4096, max_seqs=4, kv_memory_bytes=128 * MIB)
     plan = plan_cache(LAYERS, options, max_context=None, default_format="float32", free_bytes=0)
     return CacheManager(plan, LAYERS, load_backend("reference"))
