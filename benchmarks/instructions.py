@@ -191,7 +191,7 @@ def product_workload(bits: int, n_rows: int) -> Workload:
     """n_rows rows times a matrix of codes of 576 x 576, 8 times."""
     g = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 2**bits, (576, 576), generator=g, dtype=torch.uint8)
-    held = Codes(codes, torch.full((576, 18), 0.01).half(), None, 2 ** (bits - 1), bits)
+    held = Codes(codes, torch.full((576, 18), 0.01).half(), None, bits)
     matrix, x = Matrix(held, 576, isa=ISA), torch.randn((n_rows, 576), generator=g)
 
     def run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,19 @@ def test_the_same_bits_as_layer_by_layer(
     assert model._whole(backend, 1) is not None
     monkeypatch.setattr(CausalLM, "_whole", lambda self, kernels, rows: None)
     assert served() == whole
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_nobody_reads_change_nothing(case: str, threads: int) -> None:
+    """Where no prompt is scored, the last layer ends after its attention for all but the last rows."""
+    model = model_of(case, "int4")
+    plain = replace(GREEDY, prompt_logprobs=None)
+
+    def served(params: SamplingParams) -> list[tuple[Any, ...]]:
+        engine = make_engine(model, weights="int4", kv="bfloat16", step_tokens=13)
+        return [found[:2] for found in answers(serve(engine, [(prompt, params) for prompt in PROMPTS]))]
+
+    assert served(plain) == served(GREEDY)
 
 
 def test_float_weights_go_layer_by_layer() -> None:

@@ -88,35 +88,51 @@ class Attended:
     lse: Tensor
 
 
+SHORT_GROUP = 32  # columns of the smallest group of codes
+
+
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A matrix of small codes. codes [N, K] uint8, below 2**bits (4 or 8); scale [N, K / group] float16; offset the
-    same, or None where the code `zero` means 0: weight = scale * code + offset, or scale * (code - zero). group:
-    columns that share a scale, a multiple of 32."""
+    """A matrix of small codes: weight = scale * (code - zero) + offset. codes [N, K] uint8, below 2**bits (4 or 8),
+    zero being the one in the middle; scale [N, K / group] float16; offset the same in bfloat16, or None where all are
+    0. group: columns that share a scale, a multiple of 32."""
 
     codes: Tensor
     scale: Tensor
     offset: Tensor | None
-    zero: int
     bits: int
+
+    @property
+    def zero(self) -> int:
+        return 1 << (self.bits - 1)
 
     @property
     def group(self) -> int:
         return self.codes.shape[1] // self.scale.shape[1]
 
+    @property
+    def span(self) -> int:
+        """Columns whose activations share a scale: see `span_columns`."""
+        return span_columns(self.codes.shape[1], self.group)
+
     def floats(self) -> Tensor:
         """The numbers [N, K] in float32."""
         codes = self.codes.float().unflatten(1, (self.scale.shape[1], -1))
-        scale = self.scale.float().unsqueeze(-1)
-        if self.offset is not None:
-            return (codes * scale + self.offset.float().unsqueeze(-1)).flatten(1)
-        return ((codes - self.zero) * scale).flatten(1)
+        numbers = (codes - self.zero) * self.scale.float().unsqueeze(-1)
+        return (numbers if self.offset is None else numbers + self.offset.float().unsqueeze(-1)).flatten(1)
+
+
+def span_columns(columns: int, group: int) -> int:
+    """Columns whose activations share a scale where `group` columns of a matrix's row do: two groups of 32, which saves
+    one of the two multiplications with scales, or one group where they are wider or an odd number."""
+    return 2 * SHORT_GROUP if group == SHORT_GROUP and columns // group % 2 == 0 else group
 
 
 class CodeMatrix(Protocol):
     """A matrix [rows, width] of codes, made once from `Codes` (whose columns beyond `width` count nothing) and a bias
-    [rows]. Activations are rounded to int8 with one scale a row and group of columns, the largest magnitude becoming
-    127, so the sums of a group are exact integers; a row of a result does not depend on the rows beside it."""
+    [rows]. Activations are rounded to int8 with one scale a row and span of columns, the largest magnitude becoming
+    127, so the sums of a group are exact integers; what is multiplied with offsets are the sums of a group's rounded
+    activations, in bfloat16. A row of a result does not depend on the rows beside it."""
 
     rows: int
     width: int
@@ -205,9 +221,16 @@ class PlainStep(NamedTuple):
 class Decoder(Protocol):
     """All layers of a model and its last norm, run over one step in one call: the same bits as layer by layer."""
 
-    def run(self, x: Tensor, step: PlainStep, ropes: Sequence[Rope], rope_of: tuple[int, ...]) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. rope_of: for each layer, which of the rotations is its own; the same object in
-        every step, as are the places of `step`."""
+    def run(
+        self,
+        x: Tensor,
+        step: PlainStep,
+        ropes: Sequence[Rope],
+        rope_of: tuple[int, ...],
+        read_rows: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, hidden] -> [R, hidden], those of the rows read_rows [R] int64, ascending (None: of all). rope_of: for
+        each layer, which of the rotations is its own; the same object in every step, as are the places of `step`."""
         ...
 
 

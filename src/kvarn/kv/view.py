@@ -16,12 +16,15 @@ class StepInputs:
 
     token_ids [T] int64; positions [T] int64, logical; kernels: the backend for the small fused operations.
     span_tokens [T] int64: the length that each row's sequence may reach (prompt and max_tokens); only models with
-    `rope_by_length` (dynamic NTK, LongRoPE) look at it, and without it each row goes by its own position."""
+    `rope_by_length` (dynamic NTK, LongRoPE) look at it, and without it each row goes by its own position.
+    read_rows [R] int64, ascending: the rows whose hidden states somebody reads, None for all; the last layer ends after
+    its attention for the others."""
 
     token_ids: Tensor
     positions: Tensor
     kernels: Backend
     span_tokens: Tensor | None = None
+    read_rows: Tensor | None = None
 
 
 class LayerKV(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,24 +16,34 @@ from kvarn.kernels.reference.matrix import rounded
 cpu_matrix = pytest.importorskip("kvarn.kernels.cpu.matrix", reason="the native kernels are not built")
 _native = pytest.importorskip("kvarn.kernels.cpu._native")
 ISAS = _native.instruction_sets()
-FORMS = {  # bits, zero or None for offsets, columns of a group
-    "q4_1": (4, None, 32),
-    "q4_0": (4, 8, 32),
-    "q5_1": (8, None, 32),
-    "q8_0": (8, 128, 32),
-    "int8 rows": (8, 128, None),
+FORMS = {  # bits, whether there are offsets, columns of a group
+    "q4_1": (4, True, 32),
+    "q4_0": (4, False, 32),
+    "q5_1": (8, True, 32),
+    "q8_0": (8, False, 32),
+    "int8 rows": (8, False, None),
 }
 
 
 @cache
 def codes(form: str, rows: int, columns: int) -> Codes:
-    bits, zero, group = FORMS[form]
+    bits, offsets, group = FORMS[form]
     seeded = torch.Generator().manual_seed(rows + columns)
     marks = rows, columns // (group or columns)
     numbers = torch.randint(0, 2**bits, (rows, columns), generator=seeded, dtype=torch.uint8)
     scale = (torch.rand(marks, generator=seeded) * 0.01 + 0.001).half()
-    offset = (torch.randn(marks, generator=seeded) * 0.05).half() if zero is None else None
-    return Codes(numbers, scale, offset, zero or 0, bits)
+    offset = (torch.randn(marks, generator=seeded) * 0.05).bfloat16() if offsets else None
+    return Codes(numbers, scale, offset, bits)
+
+
+def exact_product(held: Codes, x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] rounded as the specification says, times the numbers, in float64 -> [T, N]."""
+    codes, scale = (part.double() for part in rounded(x, held.span))
+    out = (codes * scale).flatten(1) @ replace(held, offset=None).floats().double().T
+    if held.offset is None:
+        return out
+    sums = codes.unflatten(2, (-1, held.group)).sum(-1).bfloat16().double() * scale
+    return out + sums.flatten(1) @ held.offset.double().T
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -43,13 +54,31 @@ def test_product_against_float64(isa: str, form: str, rows: int, columns: int, w
     bias = torch.linspace(-1, 1, rows)
     matrix = cpu_matrix.Matrix(held, width, bias, isa=isa)
     x = torch.randn(29, width, generator=torch.Generator().manual_seed(3)) * 3
-    as_held = rounded(F.pad(x, (0, columns - width)), held.group).double()
-    exact = as_held @ held.floats().double().T + bias.double()
-    scale = as_held.abs() @ held.floats().double().abs().T + 1
+    exact = exact_product(held, F.pad(x, (0, columns - width))) + bias.double()
+    scale = F.pad(x, (0, columns - width)).double().abs() @ held.floats().double().abs().T + 1
     assert ((matrix.product(x).double() - exact).abs() / scale).max() < 2e-6
     residual = torch.randn(29, rows, generator=torch.Generator().manual_seed(4)).bfloat16()
     added = matrix.product(x, torch.bfloat16, residual)
     assert torch.allclose(added.double(), exact + residual.double(), rtol=2**-8, atol=1e-2 * float(scale.max()) * 1e-3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", FORMS)
+def test_activations_of_any_size(isa: str, form: str) -> None:
+    """Spans of zeros, first, between and last, and spans smaller than others by 2^100."""
+    held = codes(form, 48, 576)
+    matrix = cpu_matrix.Matrix(held, 576, isa=isa)
+    x = torch.randn(6, 576, generator=torch.Generator().manual_seed(8))
+    x[0, :64] = 0
+    x[1, 128:256] = 0
+    x[2, 512:] = 0
+    x[3] = 0
+    x[4, 64:128] *= 2.0**-100
+    x[5] *= 2.0**-100
+    x[5, 320:384] *= 2.0**100
+    got, exact = matrix.product(x, torch.float32).double(), exact_product(held, x)
+    scale = x.double().abs() @ held.floats().double().abs().T
+    assert ((got - exact).abs() <= 2e-6 * scale).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -98,4 +127,4 @@ def test_gathered_rows_are_the_numbers(isa: str, form: str) -> None:
 
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match="not a matrix of codes"):
-        _native.Matrix(ISAS[0], 0, 16, 33, 33, 33, 4, 8, 0)
+        _native.Matrix(ISAS[0], 0, 16, 33, 33, 33, 4, False, 0)

@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 def build(kv: str = "float32") -> CacheManager:
     """128 blocks, 64 MiB of keys and as much of values, in memory that nothing has written yet.
 
-    The allocator may carve them out of what earlier tests gave back; trimming it first lets go of the pages behind that.
+    The allocator may carve them out of what earlier tests gave back; trimming it lets go of the pages behind that.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -122,7 +122,7 @@ class Matrix:
         width: int,
         group: int,
         bits: int,
-        zero: int,
+        offsets: bool,
         bias: int,
         /,
     ) -> None: ...
@@ -209,6 +209,8 @@ class Decoder:
         dtype: int,
         steps: Sequence[int],
         ropes: Sequence[tuple[int, int, int]],
+        read: int,
+        n_read: int,
         n_threads: int,
         /,
     ) -> None: ...

@@ -52,12 +52,20 @@ class CpuDecoder:
                 _address(params.sinks),
             )
 
-    def run(self, x: Tensor, step: PlainStep, ropes: Sequence[Rope], rope_of: tuple[int, ...]) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        step: PlainStep,
+        ropes: Sequence[Rope],
+        rope_of: tuple[int, ...],
+        read_rows: Tensor | None = None,
+    ) -> Tensor:
         if self._laid[0] is not step.places or self._laid[1] is not rope_of:
             self._native.lay([(group, index, rope) for (group, index), rope in zip(step.places, rope_of, strict=True)])
             self._laid = (step.places, rope_of)
         x = x.contiguous()
-        out = torch.empty_like(x)
+        n_read = x.shape[0] if read_rows is None else read_rows.shape[0]
+        out = x.new_empty((n_read, x.shape[1]))
         steps = []
         for kernel in step.kernels:
             assert isinstance(kernel, CpuStep)
@@ -69,6 +77,8 @@ class CpuDecoder:
             DTYPES[x.dtype],
             steps,
             [(r.cos.data_ptr(), r.sin.data_ptr(), r.cos.shape[1]) for r in ropes],
+            _address(read_rows),
+            -1 if read_rows is None else n_read,
             torch.get_num_threads(),
         )
         return out

@@ -36,22 +36,19 @@ def pack(held: Codes, arena: Arena | None = None) -> Tensor:
 
 def _packed(held: Codes) -> Tensor:
     n_rows, columns = held.codes.shape
-    tiles, groups = -(-n_rows // TILE_ROWS), held.scale.shape[1]
+    tiles = -(-n_rows // TILE_ROWS)
     codes = _whole_tiles(held.codes, tiles).view(tiles, TILE_ROWS, columns // BLOCK_COLUMNS, BLOCK_COLUMNS)
     if held.bits == 4:
         low, high = codes.split(BLOCK_COLUMNS // 2, dim=3)
         codes = low | (high << 4)
-    codes = codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).reshape(tiles, groups, -1)
-    sides = (held.scale,) if held.offset is None else (held.scale, held.offset)
-    marks = [
-        _whole_tiles(s.to(torch.float16), tiles)
-        .view(tiles, TILE_ROWS, groups)
-        .transpose(1, 2)
-        .contiguous()
-        .view(torch.uint8)
-        for s in sides
-    ]
-    return torch.cat((codes, *marks), dim=2).view(tiles, -1)
+    spans = columns // held.span
+    parts = [codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).reshape(tiles, spans, -1)]
+    scale = _whole_tiles(held.scale.half(), tiles).view(tiles, TILE_ROWS, spans, -1)
+    parts.append(scale.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(tiles, spans, -1))
+    if held.offset is not None:
+        offset = _whole_tiles(held.offset.bfloat16(), tiles).view(tiles, TILE_ROWS, spans, -1)
+        parts.append(offset.transpose(1, 2).contiguous().view(torch.uint8).view(tiles, spans, -1))
+    return torch.cat(parts, dim=2).view(tiles, -1)
 
 
 def _whole_tiles(x: Tensor, tiles: int) -> Tensor:
@@ -84,7 +81,7 @@ class Matrix:
             width,
             held.group,
             held.bits,
-            -1 if held.offset is not None else held.zero,
+            held.offset is not None,
             0 if shift is None else shift.data_ptr(),
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,8 @@ class Matrix:
     """See `kvarn.kernels.api.CodeMatrix`. Holds the numbers in float32."""
 
     def __init__(self, held: Codes, width: int, bias: Tensor | None = None) -> None:
-        self._numbers, self._group = held.floats(), held.group
+        self._numbers, self._span = replace(held, offset=None).floats(), held.span
+        self._offset = None if held.offset is None else held.offset.float()
         self._bias = None if bias is None else bias.float()
         self.rows, self.width = held.codes.shape[0], width
 
@@ -33,18 +36,26 @@ class Matrix:
 
     def _run(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
         x = F.pad(x, (0, self._numbers.shape[1] - self.width))
-        out = F.linear(rounded(x, self._group), self._numbers, self._bias)
+        codes, scale = rounded(x, self._span)
+        out = F.linear((codes * scale).flatten(1), self._numbers, self._bias)
+        if self._offset is not None:
+            sums = codes.unflatten(2, (-1, x.shape[1] // self._offset.shape[1])).sum(-1).bfloat16().float()
+            out = out + F.linear((sums * scale).flatten(1), self._offset)
         return (out if residual is None else out + residual.float()).to(dtype)
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._numbers[ids, : self.width].to(dtype)
+        numbers = self._numbers[ids]
+        if self._offset is not None:
+            numbers = numbers + self._offset[ids].repeat_interleave(numbers.shape[1] // self._offset.shape[1], dim=1)
+        return numbers[:, : self.width].to(dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self._numbers,) if self._bias is None else (self._numbers, self._bias)
+        return tuple(t for t in (self._numbers, self._offset, self._bias) if t is not None)
 
 
-def rounded(x: Tensor, group: int) -> Tensor:
-    """x [T, K] float as int8 holds it: one scale a row and `group` columns, the largest magnitude becoming 127."""
-    parts = x.unflatten(1, (-1, group))
+def rounded(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """x [T, K] float as int8 holds it: codes [T, K / span, span] in x's dtype and scales [T, K / span, 1], the largest
+    magnitude of each `span` columns becoming 127."""
+    parts = x.unflatten(1, (-1, span))
     scale = parts.abs().amax(-1, keepdim=True) / 127
-    return (torch.round(parts / scale.clamp_min(torch.finfo(torch.float32).tiny)) * scale).flatten(1)
+    return torch.round(parts / scale.clamp_min(torch.finfo(torch.float32).tiny)), scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,8 @@ TINY = 1e-7  # the smallest scale that half precision holds with some digits
 
 
 def codes_of(raw: RawBlocks) -> Codes | None:
-    """The blocks' own codes, exact but for the scales of k-quants, which are products rounded to half precision. None
-    for types that have no such form (groups of 16, or fewer bits than 4)."""
+    """The blocks' own codes, exact but for the scales of k-quants, which are products rounded to half precision, and
+    for offsets, see `_from_least`. None for types that have no such form (groups of 16, or fewer bits than 4)."""
     read = _READERS.get(raw.type)
     return read(raw.data) if read else None
 
@@ -38,31 +37,38 @@ def _fifth_bits(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2) << 4
 
 
+def _from_least(codes: Tensor, scale: Tensor, least: Tensor, bits: int, middle: int) -> Codes:
+    """Codes that count from `least`, as an offset from the code `middle` instead. That offset is small, since weights
+    lie on both sides of 0; in bfloat16 it is off by 2^-9 of itself at most, below a hundredth of a step."""
+    offset = (least.float() + middle * scale.float()).bfloat16()
+    return Codes(codes + ((1 << (bits - 1)) - middle), scale, offset, bits)
+
+
 def _q4_0(data: Tensor) -> Codes:
     blocks = data.unflatten(1, (-1, 18))
-    return Codes(_halves(blocks[..., 2:]).flatten(1), _scales(blocks, 0), None, 8, 4)
+    return Codes(_halves(blocks[..., 2:]).flatten(1), _scales(blocks, 0), None, 4)
 
 
 def _q4_1(data: Tensor) -> Codes:
     blocks = data.unflatten(1, (-1, 20))
-    return Codes(_halves(blocks[..., 4:]).flatten(1), _scales(blocks, 0), _scales(blocks, 2), 0, 4)
+    return _from_least(_halves(blocks[..., 4:]).flatten(1), _scales(blocks, 0), _scales(blocks, 2), 4, 8)
 
 
 def _q5_0(data: Tensor) -> Codes:
     blocks = data.unflatten(1, (-1, 22))
     codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return Codes(codes.flatten(1), _scales(blocks, 0), None, 16, 8)
+    return Codes(codes.flatten(1) + 112, _scales(blocks, 0), None, 8)
 
 
 def _q5_1(data: Tensor) -> Codes:
     blocks = data.unflatten(1, (-1, 24))
     codes = _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return Codes(codes.flatten(1), _scales(blocks, 0), _scales(blocks, 2), 0, 8)
+    return _from_least(codes.flatten(1), _scales(blocks, 0), _scales(blocks, 2), 8, 16)
 
 
 def _q8_0(data: Tensor) -> Codes:
     blocks = data.unflatten(1, (-1, 34))
-    return Codes((blocks[..., 2:] ^ 128).flatten(1), _scales(blocks, 0), None, 128, 8)
+    return Codes((blocks[..., 2:] ^ 128).flatten(1), _scales(blocks, 0), None, 8)
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +84,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _q4_k(data: Tensor) -> Codes:
     blocks = data.unflatten(1, (-1, 144))
     codes = _halves(blocks[..., 16:].unflatten(-1, (4, 32)))
-    return Codes(codes.flatten(1), *_k_scales(blocks), 0, 4)
+    return _from_least(codes.flatten(1), *_k_scales(blocks), 4, 8)
 
 
 def _q5_k(data: Tensor) -> Codes:
@@ -86,7 +92,7 @@ def _q5_k(data: Tensor) -> Codes:
     low = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32))
     bits = torch.arange(8, dtype=torch.uint8).view(4, 2, 1)
     high = ((blocks[..., 16:48].unsqueeze(-2).unsqueeze(-2) >> bits) & 1) << 4
-    return Codes((low | high).flatten(1), *_k_scales(blocks), 0, 8)
+    return _from_least((low | high).flatten(1), *_k_scales(blocks), 8, 16)
 
 
 _READERS: dict[str, Callable[[Tensor], Codes]] = {
@@ -104,9 +110,10 @@ def round_to_4_bits(weight: Tensor) -> Codes:
     """weight [N, K] float32 -> 16 even steps from the least to the greatest number of each 32 columns."""
     parts = parts_of(weight, BLOCK_COLUMNS)
     least, most = parts.amin(-1), parts.amax(-1)
-    scale, offset = ((most - least) / 15).clamp_min(TINY).half(), least.half()
-    codes = torch.round((parts - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1))
-    return Codes(codes.clamp(0, 15).to(torch.uint8).flatten(1), scale, offset, 0, 4)
+    scale = ((most - least) / 15).clamp_min(TINY).half()
+    offset = (least + 8 * scale.float()).bfloat16()
+    codes = torch.round((parts - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)) + 8
+    return Codes(codes.clamp(0, 15).to(torch.uint8).flatten(1), scale, offset, 4)
 
 
 def round_to_8_bits(weight: Tensor, group: int | None = BLOCK_COLUMNS) -> Codes:
@@ -115,7 +122,7 @@ def round_to_8_bits(weight: Tensor, group: int | None = BLOCK_COLUMNS) -> Codes:
     parts = parts_of(weight, group)
     scale = (parts.abs().amax(-1) / 127).clamp_min(TINY).half()
     codes = torch.round(parts / scale.float().unsqueeze(-1)).clamp(-127, 127) + 128
-    return Codes(codes.to(torch.uint8).flatten(1), scale, None, 128, 8)
+    return Codes(codes.to(torch.uint8).flatten(1), scale, None, 8)
 
 
 def wide_group(columns: int) -> int:
@@ -147,21 +154,16 @@ def parts_of(weight: Tensor, group: int | None) -> Tensor:
 
 def stack(parts: Sequence[Codes]) -> Codes:
     """Matrices of equal columns one below the other; where they differ, all take the wider form, losing nothing."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
-    if any((p.offset is None) != (first.offset is None) or p.zero != first.zero for p in parts):
-        parts = [_with_offset(p) for p in parts]
-    offsets = [p.offset for p in parts if p.offset is not None]
-    return replace(
-        parts[0],
-        codes=torch.cat([p.codes for p in parts]),
-        scale=torch.cat([p.scale for p in parts]),
-        offset=torch.cat(offsets) if offsets else None,
-        bits=max(p.bits for p in parts),
+        return parts[0]
+    bits, offsets = max(p.bits for p in parts), any(p.offset is not None for p in parts)
+    return Codes(
+        torch.cat([p.codes + ((1 << (bits - 1)) - p.zero) for p in parts]),
+        torch.cat([p.scale for p in parts]),
+        torch.cat([_offset(p) for p in parts]) if offsets else None,
+        bits,
     )
 
 
-def _with_offset(held: Codes) -> Codes:
-    """A zero that is a power of 2 becomes an offset exactly."""
-    return held if held.offset is not None else replace(held, offset=held.scale * -held.zero, zero=0)
+def _offset(held: Codes) -> Tensor:
+    return torch.zeros_like(held.scale, dtype=torch.bfloat16) if held.offset is None else held.offset

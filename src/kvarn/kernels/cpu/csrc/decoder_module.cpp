@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <tuple>
 #include <vector>
@@ -39,6 +40,8 @@ struct Run {  // one step
   int dtype, n_threads;
   const std::vector<Address>* steps;     // of each cache group
   const std::vector<RopeParts>* ropes;   // different ones
+  const int64_t* read;                   // ascending rows whose results are wanted
+  int64_t n_read;                        // -1: all
 };
 
 struct HeadNorm {  // RMS norm of some heads of each row, packed into `out`
@@ -98,14 +101,18 @@ struct PyDecoder {
     this->places = places;
   }
 
-  // x [rows, hidden] -> out
+  // x [rows, hidden] -> out [n_read, hidden]; n_read -1: all rows
   void run(Address x, Address out, int64_t rows, int dtype, const std::vector<Address>& steps,
-           const std::vector<RopeParts>& ropes, int n_threads) const {
+           const std::vector<RopeParts>& ropes, Address read, int64_t n_read, int n_threads) const {
     if (places.size() != layers.size()) throw std::invalid_argument("the layers have no places yet");
     for (const auto& [group, index, rope] : places)
       if (group < 0 || group >= int(steps.size()) || rope < 0 || rope >= int(ropes.size()))
         throw std::invalid_argument("a layer's group has no step, or its rotation is missing");
-    Run r{this, pointer<void>(x), pointer<void>(out), rows, dtype, n_threads, &steps, &ropes};
+    const auto* wanted = pointer<int64_t>(read);
+    for (int64_t i = 0; i < n_read; i++)
+      if (wanted[i] < 0 || wanted[i] >= rows || (i > 0 && wanted[i] <= wanted[i - 1]))
+        throw std::invalid_argument("rows that are read ascend within the step's");
+    Run r{this, pointer<void>(x), pointer<void>(out), rows, dtype, n_threads, &steps, &ropes, wanted, n_read};
     nb::gil_scoped_release free;
     together(n_threads, [](void* p) { static_cast<Run*>(p)->decoder->all(*static_cast<Run*>(p)); }, &r);
   }
@@ -151,7 +158,10 @@ class Pass {  // one run through all layers
   void all() {
     const void* x = r_.x;
     for (size_t i = 0; i < d_.layers.size(); i++) {
-      layer(d_.layers[i], i, x, next_);
+      attend(d_.layers[i], i, x);
+      if (i + 1 == d_.layers.size()) x = only_read(x, d_.layers[i]);
+      if (r_.rows == 0) return;
+      rest(d_.layers[i], x, next_);
       x = next_;
     }
     RowsCall n{};
@@ -161,8 +171,20 @@ class Pass {  // one run through all layers
   }
 
  private:
-  void layer(const Layer& l, size_t i, const void* x, void* out) {  // out may be x
-    attend(l, i, x);
+  // After the last attention only the rows that are read go on: they move to the front.
+  const void* only_read(const void* x, const Layer& l) {
+    if (r_.n_read < 0) return x;
+    const auto* from = static_cast<const uint8_t*>(x);
+    const int64_t row = hidden_ * size_, mixed = l.out->width * size_;
+    for (int64_t i = 0; i < r_.n_read; i++) {
+      std::memmove(next_ + i * row, from + r_.read[i] * row, row);
+      std::memmove(mixed_ + i * mixed, mixed_ + r_.read[i] * mixed, mixed);
+    }
+    r_.rows = r_.n_read;
+    return next_;
+  }
+
+  void rest(const Layer& l, const void* x, void* out) {  // of a layer, after its attention; out may be x
     add_back(*l.out, mixed_, false, l, l.after_attention, x, between_);
     normed(*l.gate_up, r_, between_, l.before_mlp, l.eps, ffn_);
     add_back(*l.down, ffn_, true, l, l.after_mlp, between_, out);
@@ -219,7 +241,7 @@ class Pass {  // one run through all layers
   }
 
   const PyDecoder& d_;
-  const Run& r_;
+  Run r_;
   const int64_t size_;
   int64_t hidden_;
   uint8_t *between_, *next_, *aside_, *unused_, *heads_, *normed_heads_, *mixed_, *ffn_;

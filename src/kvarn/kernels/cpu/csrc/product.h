@@ -1,10 +1,13 @@
-// Products with matrices of 4- or 8-bit codes: activations become int8 as they come in, the sums of a block are integers.
-// A matrix stands in tiles of 16 rows. A tile holds, for each group of columns that shares scales, its blocks of 32 columns
-// and then 16 half-precision scales (and 16 offsets where codes have no common zero):
-//   8 bits: [8][16 rows][4 columns] bytes; 4 bits: [4][16 rows][4 columns] bytes, low half columns 0..15, high half 16..31.
-// So four columns of 16 rows are one VPDPBUSD operand. weight = scale * code + offset, or scale * (code - zero).
-// A row of the result is summed in one order whatever rows stand beside it: the integers are exact, and groups follow
-// each other.
+// Products with matrices of 4- or 8-bit codes: activations become int8 as they come in, the sums of a group are integers.
+// A matrix stands in tiles of 16 rows; weight = scale * (code - zero) + offset, zero being the code in the middle. A span of
+// columns shares the scale of the activations: a group, or two where groups have 32 columns and their number is even. A tile
+// holds for each span the codes of its groups, in blocks of 32 columns:
+//   8 bits: [8][16 rows][4 columns] bytes; 4 bits: [4][16 rows][4 columns] bytes, low half columns 0..15, high half 16..31,
+// so that four columns of 16 rows are one VPDPBUSD operand; then [groups of the span][16 rows] half-precision scales; then,
+// where there are offsets, [16 rows][groups of the span] of them in bfloat16, so that two groups are one VDPBF16PS operand.
+// A row of the result is summed in one order whatever rows stand beside it: the integers are exact, and spans follow
+// each other. The sum is kept in units of the span's activation scale, which costs one multiplication a span:
+//   total = total * (scale before / scale) + sum of (weight scale * integers) + sum of (offset * activation codes).
 #pragma once
 #include "scratch.h"
 #include "simd.h"
@@ -16,12 +19,15 @@ namespace {
 using namespace kvarn;
 
 constexpr int kTile = 16, kBlock = 32;
-constexpr int kPanel = 12;
+constexpr int kPanel = 12, kRowsAtOnce = 4;  // the second divides the first
 
 inline int64_t tile_bytes(const BlockMatrix& w) {
   int64_t codes = int64_t(w.columns) * kTile * w.bits / 8;
-  return codes + int64_t(w.columns / w.group) * kTile * 2 * (w.zero < 0 ? 2 : 1);
+  return codes + int64_t(w.columns / w.group) * kTile * 2 * (w.offsets ? 2 : 1);
 }
+
+inline int span_groups(const BlockMatrix& w) { return w.group == kBlock && w.columns / kBlock % 2 == 0 ? 2 : 1; }
+inline int zero_code(const BlockMatrix& w) { return 1 << (w.bits - 1); }
 
 // Rows that one tile is multiplied with together. The last panel of a call has fewer; rows that fill it up are zeros.
 inline int panel_rows(int64_t left) {
@@ -31,15 +37,15 @@ inline int panel_rows(int64_t left) {
 
 struct Quantized {  // activations of a call, a panel of R rows after the other, so that one pointer walks over all its rows
   int8_t* codes;    // [columns / 4][R][4]
-  float* scale;     // [groups][R]
-  float* shift;     // [groups][R]: scale * sum of the codes (matrices with offsets)
-  int32_t* base;    // [groups][R]: -zero * sum of the codes (others)
+  float* ratio;     // [spans + 1][R]: the scale of the span before over this one's; at the end the last span's scale
+  int32_t* base;    // [groups][R]: -zero * sum of the codes
+  uint32_t* sums;   // [spans][R]: the codes' sums in bfloat16, one group in the high half or two (matrices with offsets)
 };
 
 struct ProductJob {
   const ProductCall* call;
   Quantized q;
-  int tiles_per_item, n_tiles, groups;
+  int n_items, n_tiles, groups, spans;
 };
 
 // -- activations come in -----------------------------------------------------------------------------------------
@@ -86,14 +92,17 @@ INLINE int quantize_lane_sum(vi v) {
   return sum;
 }
 
-// x [n] -> int8 codes with one scale, the largest magnitude becoming 127; returns the scale and the codes' sum.
-INLINE float quantize_group(const float* x, int n, int8_t* codes, int* sum) {
+INLINE float magnitude(const float* x, int n) {
   vf most{};
   for (int i = 0; i < n; i += W) {
     vf v = load<vf>(x + i);
     most = vmax(most, vmax(v, -v));
   }
-  const float top = hmax(most), scale = top / 127.0f, inverse = top > 0.0f ? 127.0f / top : 0.0f;
+  return hmax(most);
+}
+
+// x [n] times `inverse` -> int8 codes; returns their sum.
+INLINE int round_group(const float* x, int n, float inverse, int8_t* codes) {
   vi total{};
   for (int i = 0; i < n; i += W) {
     vf rounded = (load<vf>(x + i) * inverse + 12582912.0f);  // to the nearest even integer, by the magic 1.5 * 2^23
@@ -106,139 +115,225 @@ INLINE float quantize_group(const float* x, int n, int8_t* codes, int* sum) {
 #endif
   }
 #if defined(__AVX512F__)
-  *sum = _mm512_reduce_add_epi32((__m512i)total);
+  return _mm512_reduce_add_epi32((__m512i)total);
 #else
-  *sum = quantize_lane_sum(total);
+  return quantize_lane_sum(total);
 #endif
-  return scale;
+}
+
+struct RowScale {  // of the span before, and the largest so far
+  float before = 0.0f, most = 0.0f;
+};
+
+// The span's scale, its largest magnitude becoming 127, and what total has to be multiplied with. A scale far below the
+// largest (2^-60) would make the ratio infinite; what it holds is lost beside the rest anyway.
+INLINE float next_scale(RowScale* row, float top, float* inverse) {
+  float scale = top / 127.0f;
+  *inverse = top > 0.0f ? 127.0f / top : 0.0f;
+  const float least = row->most * 0x1p-60f;
+  if (top == 0.0f) scale = row->before;
+  else if (scale < least) scale = least, *inverse = 1.0f / least;
+  const float ratio = row->before > 0.0f ? row->before / scale : 0.0f;
+  row->before = scale, row->most = scale > row->most ? scale : row->most;
+  return ratio;
 }
 
 inline void quantize_row(const ProductJob& j, int64_t first, int in_panel, int r) {
   const ProductCall& c = *j.call;
   const BlockMatrix& w = c.matrix;
+  const int in_span = j.groups / j.spans, span = in_span * w.group, zero = zero_code(w);
   float* x = thread_scratch.take<float>(w.columns);
   int8_t* row_codes = thread_scratch.take<int8_t>(w.columns);
   if (c.dtype == 0) float_row<0>(c, first + r, x);
   else if (c.dtype == 1) float_row<1>(c, first + r, x);
   else float_row<2>(c, first + r, x);
-  for (int g = 0; g < j.groups; g++) {
-    int sum;
-    const int64_t at = first * j.groups + g * in_panel + r;
-    j.q.scale[at] = quantize_group(x + int64_t(g) * w.group, w.group, row_codes + int64_t(g) * w.group, &sum);
-    if (w.zero < 0) j.q.shift[at] = j.q.scale[at] * float(sum);
-    else j.q.base[at] = -w.zero * sum;
+  RowScale row;
+  float* ratio = j.q.ratio + first * (j.spans + 1) + r;
+  for (int p = 0, g = 0; p < j.spans; p++) {
+    float inverse;
+    ratio[p * in_panel] = next_scale(&row, magnitude(x + p * span, span), &inverse);
+    uint32_t sums = 0;
+    for (int h = 0; h < in_span; h++, g++) {
+      const int sum = round_group(x + g * w.group, w.group, inverse, row_codes + g * w.group);
+      j.q.base[first * j.groups + g * in_panel + r] = -zero * sum;
+      sums = sums >> 16 | uint32_t(float_bf16(float(sum))) << 16;
+    }
+    j.q.sums[first * j.spans + p * in_panel + r] = sums;
   }
+  ratio[j.spans * in_panel] = row.before;
   int8_t* out = j.q.codes + first * w.columns + 4 * r;
   for (int k = 0; k < w.columns; k += 4) __builtin_memcpy(out + k * in_panel, row_codes + k, 4);
 }
 
-inline void quantize_panel(int panel, void* context) {
+inline void no_row(const ProductJob& j, int64_t first, int in_panel, int r) {
+  const int columns = j.call->matrix.columns;
+  for (int p = 0; p <= j.spans; p++) j.q.ratio[first * (j.spans + 1) + p * in_panel + r] = 0.0f;
+  for (int g = 0; g < j.groups; g++) j.q.base[first * j.groups + g * in_panel + r] = 0;
+  for (int p = 0; p < j.spans; p++) j.q.sums[first * j.spans + p * in_panel + r] = 0;
+  for (int k = 0; k < columns; k += 4) __builtin_memset(j.q.codes + first * columns + 4 * r + k * in_panel, 0, 4);
+}
+
+// kRowsAtOnce rows of a panel. The last rows of a call fill their panel up with zeros.
+inline void quantize_rows(int item, void* context) {
   const ProductJob& j = *static_cast<ProductJob*>(context);
-  const int64_t first = int64_t(panel) * kPanel, left = j.call->rows - first, columns = j.call->matrix.columns;
-  const int in_panel = panel_rows(left);
-  if (left < in_panel) {
-    __builtin_memset(j.q.codes + first * columns, 0, in_panel * columns);
-    __builtin_memset(j.q.scale + first * j.groups, 0, in_panel * j.groups * sizeof(float));
-    __builtin_memset(j.q.shift + first * j.groups, 0, in_panel * j.groups * sizeof(float));
-  }
-  for (int r = 0; r < in_panel && r < left; r++) {
+  const int64_t rows = j.call->rows, columns = j.call->matrix.columns, begin = int64_t(item) * kRowsAtOnce;
+  const int64_t first = begin / kPanel * kPanel;
+  const int in_panel = panel_rows(rows - first), from = int(begin - first);
+  for (int r = from; r < from + kRowsAtOnce && first + r < rows; r++) {
     thread_scratch.reset(Scratch::bytes<float>(columns) + Scratch::bytes<int8_t>(columns));
     quantize_row(j, first, in_panel, r);
   }
+  if (begin + kRowsAtOnce < rows) return;
+  for (int r = int(rows - first); r < in_panel; r++) no_row(j, first, in_panel, r);
 }
 
 // -- one tile for R rows -----------------------------------------------------------------------------------------
 #if defined(__AVX512VNNI__)
-INLINE __m512i four_columns(const int8_t* x) {
-  int32_t bytes;
-  __builtin_memcpy(&bytes, x, 4);
-  return _mm512_set1_epi32(bytes);
-}
-INLINE void add_bytes(__m512i& sum, __m512i codes, __m512i x) {  // in assembly: GCC copies sums around the intrinsic
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+// In assembly: GCC copies sums around the intrinsic, and loads the four columns of all 16 lanes before.
+INLINE void add_bytes(__m512i& sum, __m512i codes, const int8_t* four) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<const int32_t*>(four)));
 }
 
-template <int BITS, bool ZERO, int R>
+template <int BITS, int R>
+INLINE void add_block(__m512i (&sum)[R], const uint8_t* t, const int8_t* x) {
+#pragma GCC unroll 8
+  for (int i = 0; i < BITS; i++) {
+    const __m512i codes = _mm512_loadu_si512(t + 64 * i), low = _mm512_set1_epi8(15);
+    const __m512i even = BITS == 8 ? codes : _mm512_and_si512(codes, low);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) add_bytes(sum[r], even, x + (i * R + r) * 4);
+    if (BITS == 8) continue;
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) add_bytes(sum[r], odd, x + ((4 + i) * R + r) * 4);
+  }
+}
+
+INLINE __m512 one_for_all(uint32_t bits) { return _mm512_castsi512_ps(_mm512_set1_epi32(int(bits))); }
+
+// total += offsets [16][SPAN] times the sums of the span's codes.
+template <int SPAN, int R>
+INLINE void add_offsets(__m512 (&total)[R], const uint8_t* t, const uint32_t* sums) {
+  if (SPAN == 1) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(t));
+    const __m512 m = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(m, one_for_all(sums[r]), total[r]);
+    return;
+  }
+  const __m512i both = _mm512_loadu_si512(t);
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+    total[r] = _mm512_dpbf16_ps(total[r], (__m512bh)both, (__m512bh)_mm512_set1_epi32(int(sums[r])));
+#else
+  const uint32_t high = 0xffff0000u;
+  const __m512 m0 = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  const __m512 m1 = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(high))));
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) {
+    total[r] = _mm512_fmadd_ps(m0, one_for_all(sums[r] << 16), total[r]);
+    total[r] = _mm512_fmadd_ps(m1, one_for_all(sums[r] & high), total[r]);
+  }
+#endif
+}
+
+template <int BITS, bool OFFSETS, int SPAN, int R>
 INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, float* out) {
   const BlockMatrix& w = j.call->matrix;
   const int8_t* x = j.q.codes + first * w.columns;
-  const float *scale = j.q.scale + first * j.groups, *shift = j.q.shift + first * j.groups;
+  const float* ratio = j.q.ratio + first * (j.spans + 1);
   const int32_t* base = j.q.base + first * j.groups;
-  const __m512i low = _mm512_set1_epi8(15);
+  const uint32_t* sums = j.q.sums + first * j.spans;
+  const int group = SPAN == 2 ? kBlock : w.group;
   __m512 total[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
-  for (int g = 0; g < j.groups; g++) {
-    __m512i sum[R];
+  for (int p = 0; p < j.spans; p++, ratio += R, sums += R) {
+    const uint8_t* marks = t + SPAN * group * kTile * BITS / 8;
+#pragma GCC unroll 2
+    for (int h = 0; h < SPAN; h++, base += R) {
+      __m512i sum[R];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) sum[r] = ZERO ? _mm512_set1_epi32(base[g * R + r]) : _mm512_setzero_si512();
-    for (int b = 0; b < w.group; b += kBlock, x += kBlock * R) {
-#pragma GCC unroll 8
-      for (int i = 0; i < BITS; i++, t += 64) {
-        __m512i codes = _mm512_loadu_si512(t);
-        if (BITS == 8) {
+      for (int r = 0; r < R; r++) sum[r] = _mm512_set1_epi32(base[r]);
+      for (int b = 0; b < group; b += kBlock, t += 64 * BITS, x += kBlock * R) add_block<BITS, R>(sum, t, x);
+      const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(marks + 2 * kTile * h)));
 #pragma GCC unroll 12
-          for (int r = 0; r < R; r++) add_bytes(sum[r], codes, four_columns(x + (i * R + r) * 4));
-        } else {
-          __m512i even = _mm512_and_si512(codes, low), odd = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
+      for (int r = 0; r < R; r++) {
+        const __m512 whole = _mm512_cvtepi32_ps(sum[r]);
+        total[r] = h == 0 ? _mm512_fmadd_ps(total[r], _mm512_set1_ps(ratio[r]), _mm512_mul_ps(whole, d))
+                          : _mm512_fmadd_ps(whole, d, total[r]);
+      }
+    }
+    t = marks + 2 * kTile * SPAN;
+    if (OFFSETS) add_offsets<SPAN, R>(total, t, sums), t += 2 * kTile * SPAN;
+  }
 #pragma GCC unroll 12
-          for (int r = 0; r < R; r++) add_bytes(sum[r], even, four_columns(x + (i * R + r) * 4));
-#pragma GCC unroll 12
-          for (int r = 0; r < R; r++)
-            add_bytes(sum[r], odd, four_columns(x + ((4 + i) * R + r) * 4));
+  for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * kTile, _mm512_mul_ps(total[r], _mm512_set1_ps(ratio[r])));
+}
+#else
+template <int BITS, int R, int V>
+INLINE void add_block(vi (&sum)[R][V], const uint8_t* t, const int8_t* x) {
+  for (int i = 0; i < BITS; i++)
+    for (int v = 0; v < V; v++) {
+      vu codes = load<vu>(t + i * 64 + v * W * 4);
+      for (int k = 0; k < 4; k++) {
+        vi first = (vi)((codes >> (8 * k)) & (BITS == 8 ? 255u : 15u)), second = (vi)((codes >> (8 * k + 4)) & 15u);
+        for (int r = 0; r < R; r++) {
+          const int8_t* a = x + (i * R + r) * 4 + k;
+          sum[r][v] += first * int32_t(a[0]);
+          if (BITS == 4) sum[r][v] += second * int32_t(a[16 * R]);
         }
       }
     }
-    __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(t)));
-    t += 2 * kTile;
-    __m512 m = _mm512_setzero_ps();
-    if (!ZERO) m = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(t))), t += 2 * kTile;
-#pragma GCC unroll 12
+}
+
+template <int SPAN, int R, int V>
+INLINE void add_offsets(vf (&total)[R][V], const uint8_t* t, const uint32_t* sums) {
+  for (int v = 0; v < V; v++) {
+    if (SPAN == 1) {
+      const vf m = bf16_vf(load<vh>(t + v * W * 2));
+      for (int r = 0; r < R; r++) total[r][v] = fma(m, splat(bits_float(sums[r])), total[r][v]);
+      continue;
+    }
+    const vu both = load<vu>(t + v * W * 4);
+    const vf m0 = (vf)(both << 16), m1 = (vf)(both & 0xffff0000u);
     for (int r = 0; r < R; r++) {
-      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), _mm512_mul_ps(d, _mm512_set1_ps(scale[g * R + r])), total[r]);
-      if (!ZERO) total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(shift[g * R + r]), total[r]);
+      total[r][v] = fma(m0, splat(bits_float(sums[r] << 16)), total[r][v]);
+      total[r][v] = fma(m1, splat(bits_float(sums[r] & 0xffff0000u)), total[r][v]);
     }
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * kTile, total[r]);
 }
-#else
-template <int BITS, bool ZERO, int R>
+
+template <int BITS, bool OFFSETS, int SPAN, int R>
 INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, float* out) {
   const BlockMatrix& w = j.call->matrix;
   constexpr int V = kTile / W;
   const int8_t* x = j.q.codes + first * w.columns;
-  const float *scale = j.q.scale + first * j.groups, *shift = j.q.shift + first * j.groups;
+  const float* ratio = j.q.ratio + first * (j.spans + 1);
   const int32_t* base = j.q.base + first * j.groups;
+  const uint32_t* sums = j.q.sums + first * j.spans;
   vf total[R][V] = {};
-  for (int g = 0; g < j.groups; g++) {
-    vi sum[R][V];
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) sum[r][v] = splat_i(ZERO ? base[g * R + r] : 0);
-    for (int b = 0; b < w.group; b += kBlock, x += kBlock * R)
-      for (int i = 0; i < BITS; i++, t += 64)
-        for (int v = 0; v < V; v++) {
-          vu codes = load<vu>(t + v * W * 4);
-          for (int k = 0; k < 4; k++) {
-            vi first = (vi)((codes >> (8 * k)) & (BITS == 8 ? 255u : 15u)), second = (vi)((codes >> (8 * k + 4)) & 15u);
-            for (int r = 0; r < R; r++) {
-              const int8_t* a = x + (i * R + r) * 4 + k;
-              sum[r][v] += first * int32_t(a[0]);
-              if (BITS == 4) sum[r][v] += second * int32_t(a[16 * R]);
-            }
-          }
+  for (int p = 0; p < j.spans; p++, ratio += R, sums += R) {
+    const uint8_t* marks = t + SPAN * w.group * kTile * BITS / 8;
+    for (int h = 0; h < SPAN; h++, base += R) {
+      vi sum[R][V];
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = splat_i(base[r]);
+      for (int b = 0; b < w.group; b += kBlock, t += 64 * BITS, x += kBlock * R) add_block<BITS, R, V>(sum, t, x);
+      for (int v = 0; v < V; v++) {
+        const vf d = f16_vf(load<vh>(marks + 2 * kTile * h + v * W * 2));
+        for (int r = 0; r < R; r++) {
+          const vf whole = __builtin_convertvector(sum[r][v], vf);
+          total[r][v] = h == 0 ? fma(total[r][v], splat(ratio[r]), whole * d) : fma(whole, d, total[r][v]);
         }
-    for (int v = 0; v < V; v++) {
-      vf d = f16_vf(load<vh>(t + v * W * 2)), m = ZERO ? vf{} : f16_vf(load<vh>(t + 2 * kTile + v * W * 2));
-      for (int r = 0; r < R; r++) {
-        total[r][v] = fma(__builtin_convertvector(sum[r][v], vf), d * scale[g * R + r], total[r][v]);
-        if (!ZERO) total[r][v] = fma(m, splat(shift[g * R + r]), total[r][v]);
       }
     }
-    t += 2 * kTile * (ZERO ? 1 : 2);
+    t = marks + 2 * kTile * SPAN;
+    if (OFFSETS) add_offsets<SPAN, R, V>(total, t, sums), t += 2 * kTile * SPAN;
   }
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store(out + r * kTile + v * W, total[r][v]);
+    for (int v = 0; v < V; v++) store(out + r * kTile + v * W, total[r][v] * ratio[r]);
 }
 #endif
 
@@ -264,13 +359,13 @@ INLINE void put_row(const ProductCall& c, int64_t row, int first, const float* i
   }
 }
 
-template <int BITS, bool ZERO, int R>
+template <int BITS, bool OFFSETS, int SPAN, int R>
 void panel_with_tiles(const ProductJob& j, int begin, int end, int64_t first) {
   const ProductCall& c = *j.call;
   const int64_t n = c.rows - first < R ? c.rows - first : R, bytes = tile_bytes(c.matrix);
   alignas(64) float out[R * kTile];
   for (int t = begin; t < end; t++) {
-    product_tile<BITS, ZERO, R>(j, c.matrix.data + t * bytes, first, out);
+    product_tile<BITS, OFFSETS, SPAN, R>(j, c.matrix.data + t * bytes, first, out);
     for (int64_t r = 0; r < n; r++) {
       if (c.out_dtype == 0) put_row<0>(c, first + r, t * kTile, out + r * kTile);
       else if (c.out_dtype == 1) put_row<1>(c, first + r, t * kTile, out + r * kTile);
@@ -279,14 +374,14 @@ void panel_with_tiles(const ProductJob& j, int begin, int end, int64_t first) {
   }
 }
 
-template <int BITS, bool ZERO>
+template <int BITS, bool OFFSETS, int SPAN>
 void product_item(int item, void* context) {
   const ProductJob& j = *static_cast<ProductJob*>(context);
-  const int begin = item * j.tiles_per_item, end = imin(begin + j.tiles_per_item, j.n_tiles);
+  const int begin = int(int64_t(j.n_tiles) * item / j.n_items), end = int(int64_t(j.n_tiles) * (item + 1) / j.n_items);
   for (int64_t first = 0; first < j.call->rows; first += kPanel) {
     switch (panel_rows(j.call->rows - first)) {
 #define KVARN_PANEL(R) \
-  case R: panel_with_tiles<BITS, ZERO, R>(j, begin, end, first); break;
+  case R: panel_with_tiles<BITS, OFFSETS, SPAN, R>(j, begin, end, first); break;
       KVARN_PANEL(1)
       KVARN_PANEL(2)
       KVARN_PANEL(4)
@@ -299,50 +394,65 @@ void product_item(int item, void* context) {
   }
 }
 
+template <int BITS>
+INLINE auto item_of(const BlockMatrix& w) {
+  if (span_groups(w) == 2) return w.offsets ? product_item<BITS, true, 2> : product_item<BITS, false, 2>;
+  return w.offsets ? product_item<BITS, true, 1> : product_item<BITS, false, 1>;
+}
+
 inline void run_product(const ProductCall& c) {
   if (c.rows <= 0) return;
   const BlockMatrix& w = c.matrix;
   ProductJob j{};
   j.call = &c, j.groups = w.columns / w.group, j.n_tiles = (w.rows + kTile - 1) / kTile;
+  j.spans = j.groups / span_groups(w);
   const int panels = int((c.rows + kPanel - 1) / kPanel);
   const int64_t rows = int64_t(panels - 1) * kPanel + panel_rows(c.rows - int64_t(panels - 1) * kPanel);
-  call_scratch.reset(Scratch::bytes<int8_t>(rows * w.columns) + 2 * Scratch::bytes<float>(rows * j.groups));
+  call_scratch.reset(Scratch::bytes<int8_t>(rows * w.columns) + Scratch::bytes<float>(rows * (j.spans + 1)) +
+                     Scratch::bytes<int32_t>(rows * j.groups) + Scratch::bytes<uint32_t>(rows * j.spans));
   j.q.codes = call_scratch.take<int8_t>(rows * w.columns);
-  j.q.scale = call_scratch.take<float>(rows * j.groups);
-  j.q.shift = call_scratch.take<float>(rows * j.groups);
-  j.q.base = reinterpret_cast<int32_t*>(j.q.shift);  // a matrix needs one of the two
-  parallel_for(panels, c.n_threads, quantize_panel, &j);
-  // Few rows: a few equal shares a thread. Many: as many tiles as stay in the second-level cache beside the rows.
-  const int share = (j.n_tiles + 4 * c.n_threads - 1) / (4 * c.n_threads);
-  const int cached = imax(1, int(131072 / tile_bytes(w)));
-  j.tiles_per_item = panels == 1 ? share : imin(share, cached);
-  const int items = (j.n_tiles + j.tiles_per_item - 1) / j.tiles_per_item;
-  auto item = w.bits == 8 ? (w.zero < 0 ? product_item<8, false> : product_item<8, true>)
-                          : (w.zero < 0 ? product_item<4, false> : product_item<4, true>);
-  parallel_for(items, c.n_threads, item, &j);
+  j.q.ratio = call_scratch.take<float>(rows * (j.spans + 1));
+  j.q.base = call_scratch.take<int32_t>(rows * j.groups);
+  j.q.sums = call_scratch.take<uint32_t>(rows * j.spans);
+  parallel_for(int((c.rows + kRowsAtOnce - 1) / kRowsAtOnce), c.n_threads, quantize_rows, &j);
+  // A few equal shares a thread. With many rows a share is at most what stays in the second-level cache beside the rows.
+  const int cached = imax(1, int(131072 / tile_bytes(w))), wanted = panels == 1 ? 0 : (j.n_tiles + cached - 1) / cached;
+  const int shares = imax(4, (wanted + c.n_threads - 1) / c.n_threads);
+  j.n_items = imin(j.n_tiles, shares * c.n_threads);
+  parallel_for(j.n_items, c.n_threads, w.bits == 8 ? item_of<8>(w) : item_of<4>(w), &j);
 }
 
 // -- rows of an embedding ----------------------------------------------------------------------------------------
+INLINE uint16_t half_at(const uint8_t* p) {
+  uint16_t half;
+  __builtin_memcpy(&half, p, 2);
+  return half;
+}
+
+INLINE int code_at(const BlockMatrix& w, const uint8_t* codes, int64_t lane, int k) {  // of column k of a group
+  const int in = k % kBlock, half_in = in % 16;
+  codes += int64_t(k / kBlock) * kBlock * kTile * w.bits / 8;
+  return w.bits == 8 ? codes[in / 4 * 64 + lane * 4 + in % 4]
+                     : codes[half_in / 4 * 64 + lane * 4 + half_in % 4] >> (in < 16 ? 0 : 4) & 15;
+}
+
 inline void gather_item(int item, void* context) {
   const GatherCall& c = *static_cast<GatherCall*>(context);
   const BlockMatrix& w = c.matrix;
-  const int64_t id = c.ids[item], lane = id % kTile, scales = 2 * kTile * (w.zero < 0 ? 2 : 1);
+  const int64_t id = c.ids[item], lane = id % kTile, group_bytes = int64_t(w.group) * kTile * w.bits / 8;
+  const int in_span = span_groups(w);
   const uint8_t* t = w.data + id / kTile * tile_bytes(w);
   for (int column = 0; column < c.width;) {
-    const uint8_t* at = t + int64_t(w.group) * kTile * w.bits / 8;
-    uint16_t half;
-    __builtin_memcpy(&half, at + 2 * lane, 2);
-    const float d = f16_float(half);
-    __builtin_memcpy(&half, at + 2 * kTile * (w.zero < 0) + 2 * lane, 2);
-    const float m = w.zero < 0 ? f16_float(half) : -float(w.zero) * d;
-    for (int k = 0; k < w.group && column < c.width; k++, column++) {
-      const int block = k / kBlock, in = k % kBlock, half_in = in % 16;
-      const uint8_t* codes = t + int64_t(block) * kBlock * kTile * w.bits / 8;
-      const int code = w.bits == 8 ? codes[in / 4 * 64 + lane * 4 + in % 4]
-                                   : codes[half_in / 4 * 64 + lane * 4 + half_in % 4] >> (in < 16 ? 0 : 4) & 15;
-      store_float(c.out, int64_t(item) * c.width + column, c.dtype, d * float(code) + m);
+    const uint8_t *scales = t + in_span * group_bytes, *offsets = scales + 2 * kTile * in_span;
+    for (int h = 0; h < in_span; h++) {
+      const float d = f16_float(half_at(scales + 2 * (kTile * h + lane)));
+      const float m = w.offsets ? bf16_float(half_at(offsets + 2 * (in_span * lane + h))) : 0.0f;
+      for (int k = 0; k < w.group && column < c.width; k++, column++) {
+        const int code = code_at(w, t + h * group_bytes, lane, k) - zero_code(w);
+        store_float(c.out, int64_t(item) * c.width + column, c.dtype, d * float(code) + m);
+      }
     }
-    t = at + scales;
+    t = offsets + (w.offsets ? 2 * kTile * in_span : 0);
   }
 }
 

@@ -10,9 +10,9 @@ namespace nb = nanobind;
 
 namespace kvarn {
 
-PyMatrix::PyMatrix(const std::string& isa, Address data, int rows, int columns, int width, int group, int bits, int zero,
-                   Address bias)
-    : matrix{pointer<uint8_t>(data), rows, columns, group, bits, zero},
+PyMatrix::PyMatrix(const std::string& isa, Address data, int rows, int columns, int width, int group, int bits,
+                   bool offsets, Address bias)
+    : matrix{pointer<uint8_t>(data), rows, columns, group, bits, offsets},
       width(width),
       bias(pointer<float>(bias)),
       ops(ops_named(isa)) {
@@ -41,7 +41,7 @@ void PyMatrix::gather(Address ids, int rows, Address out, int dtype, int n_threa
 
 void add_products(nb::module_& m) {
   nb::class_<PyMatrix>(m, "Matrix")
-      .def(nb::init<const std::string&, Address, int, int, int, int, int, int, Address>())
+      .def(nb::init<const std::string&, Address, int, int, int, int, int, bool, Address>())
       .def("product", &PyMatrix::product)
       .def("gather", &PyMatrix::gather);
 }

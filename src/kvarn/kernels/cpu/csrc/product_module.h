@@ -21,7 +21,8 @@ struct PyMatrix {  // a matrix of codes, described once
   const float* bias;
   const Ops* ops;
 
-  PyMatrix(const std::string& isa, Address data, int rows, int columns, int width, int group, int bits, int zero, Address bias);
+  PyMatrix(const std::string& isa, Address data, int rows, int columns, int width, int group, int bits, bool offsets,
+           Address bias);
   void product(Address x, int64_t x_row, int dtype, int64_t rows, int before, Address norm, float eps, int activation,
                Address residual, int64_t residual_row, Address out, int out_dtype, int n_threads) const;
   void gather(Address ids, int rows, Address out, int dtype, int n_threads) const;

@@ -111,9 +111,9 @@ struct RowsCall {  // row-wise small operations over [rows, width]
 struct BlockMatrix {  // codes and scales in tiles of 16 rows, see product.h
   const uint8_t* data;
   int rows, columns;  // columns: a multiple of 32, padded with code zero
-  int group;          // columns that share scales: 32, or all
+  int group;          // columns that share a scale, a multiple of 32
   int bits;           // of a code: 4 or 8
-  int zero;           // the code that means 0; -1: an offset a scale instead
+  bool offsets;       // one a scale
 };
 
 enum Before : int { kAsIs = 0, kNormed = 1, kGated = 2 };  // what happens to activations before the product
