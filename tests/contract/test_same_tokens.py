@@ -11,7 +11,7 @@ import pytest
 from kvarn.core.formats import format_names
 from kvarn.core.requests import SamplingParams
 from kvarn.kernels import load_backend
-from support.engines import Watch, make_engine, serve
+from support.engines import Watch, layer_by_layer, make_engine, serve
 
 BLOCK = 8
 TEXT = list(
@@ -24,6 +24,10 @@ MODELS = ["llama", "gemma3"]
 def slow(value: int) -> Any:
     """A case that the quick subset leaves out."""
     return pytest.param(value, marks=pytest.mark.slow)
+
+
+def slow_pair(*values: int) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True, logprobs=1, prompt_logprobs=0)
@@ -86,6 +90,26 @@ def test_in_a_batch(kv: str, model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize(("tokens", "layers"), [(13, 1), slow_pair(BLOCK, 1), slow_pair(40, 1)])
+def test_through_the_layers_in_several_steps(tokens: int, layers: int, kv: str, model: str) -> None:
+    """Beside one that decodes, prompts go through some of the layers a step."""
+    decoding = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine = layer_by_layer(engine_of(model, kv, prefix_caching=False), tokens, layers)
+    watch = Watch(engine)
+    engine.add_request("0", TEXT[:5], decoding)
+    watch.step()
+    engine.add_request("1", TEXT[:67], GREEDY)
+    engine.add_request("2", TEXT[:40], GREEDY)
+    watch.finish()
+    parts = [r for s in watch.steps for r in s.plan.rows if not r.complete]
+    assert len(parts) >= 3 and {r.seq_id for r in parts} == {1, 2}
+    assert [answer_of(watch, str(i)) for i in (1, 2)] == [alone(model, kv, n) for n in (67, 40)]
+    roomy = serve(engine_of(model, kv, prefix_caching=False), [(TEXT[:5], decoding)])
+    assert answer_of(watch, "0") == answer_of(roomy, "0")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kv", FORMATS)
 def test_on_a_prefix_hit(kv: str, model: str) -> None:
     """Every split: the whole text is cached, then its beginnings are asked for."""
     engine = engine_of(model, kv)
@@ -102,11 +126,13 @@ def test_on_a_prefix_hit(kv: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("kv", FORMATS)
-def test_after_preemptions(kv: str) -> None:
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_after_preemptions(by_layers: bool, kv: str) -> None:
     """A pool far too small for all, so that sequences lose their blocks and compute them again."""
     long = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=1)
     asked = [(TEXT[: 17 + i], long) for i in range(5)]
-    watch = serve(engine_of("llama", kv, blocks=24, step_tokens=16, prefix_caching=False), asked)
+    small = engine_of("llama", kv, blocks=24, step_tokens=16, prefix_caching=False)
+    watch = serve(layer_by_layer(small) if by_layers else small, asked)
     assert watch.preemptions > 0
     roomy = serve(engine_of("llama", kv, prefix_caching=False), asked)
     assert [answer_of(watch, str(i)) for i in range(5)] == [answer_of(roomy, str(i)) for i in range(5)]

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvarn.core.errors import DoesNotFit
 from kvarn.core.options import CACHE_MODES
 from kvarn.core.requests import SamplingParams
-from support.engines import Watch, held_blocks, make_engine, serve
+from support.engines import Watch, held_blocks, layer_by_layer, make_engine, serve
 
 TEXT = b"round and round the millstone goes, and what it was the baker knows"
 PARAMS = (
@@ -29,14 +29,17 @@ PARAMS = (
 
 
 @cache
-def alone(model: str, begin: int, length: int, which: int) -> tuple[Any, ...]:
+def alone(model: str, kv: str | None, begin: int, length: int, which: int) -> tuple[Any, ...]:
     """(tokens, text, reason) of each completion, from an engine with all the room there is."""
-    output = serve(make_engine(model), [(prompt(begin, length), PARAMS[which])]).outputs["0"]
+    output = serve(make_engine(model, kv=kv), [(prompt(begin, length), PARAMS[which])]).outputs["0"]
     return tuple((c.token_ids, c.text, c.finish_reason) for c in output.completions)
 
 
 def prompt(begin: int, length: int) -> list[int]:
     return list(TEXT[begin : begin + length])
+
+
+FORWARD = ("forward", "forward_layers")
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -47,13 +50,28 @@ class EngineMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([5, 16, 64]),
         max_seqs=st.sampled_from([2, 5]),
         caching=st.booleans(),
+        kv=st.sampled_from([None, "int8"]),
+        by_layers=st.booleans(),
     )
-    def build(self, model: str, mode: str, blocks: int, step_tokens: int, max_seqs: int, caching: bool) -> None:
+    def build(
+        self,
+        model: str,
+        mode: str,
+        blocks: int,
+        step_tokens: int,
+        max_seqs: int,
+        caching: bool,
+        kv: str | None,
+        by_layers: bool,
+    ) -> None:
         room = {"paged": blocks, "contiguous": 64, "none": None}[mode]
-        self.model = model
+        kv = kv if mode == "paged" else None
+        self.model, self.kv = model, kv
         self.engine = make_engine(
-            model, blocks=room, cache=mode, step_tokens=step_tokens, max_seqs=max_seqs, prefix_caching=caching
+            model, blocks=room, cache=mode, step_tokens=step_tokens, max_seqs=max_seqs, prefix_caching=caching, kv=kv
         )
+        if by_layers and mode != "none":
+            layer_by_layer(self.engine, tokens=5)
         self.watch = Watch(self.engine)
         self.asked: dict[str, tuple[int, int, int]] = {}
         self.ended: set[str] = set()
@@ -94,13 +112,15 @@ class EngineMachine(RuleBasedStateMachine):
         """An error of every forward pass ends the requests of the step; an interrupt ends none."""
         error = KeyboardInterrupt() if interrupt else ValueError("boom")
         model, before = self.engine.model, set(self.living())
-        model.__dict__["forward"] = broken(type(model).forward.__get__(model), error)
+        for name in FORWARD:
+            model.__dict__[name] = broken(getattr(type(model), name).__get__(model), error)
         try:
             self.watch.step()
         except KeyboardInterrupt:
             self.engine.cache.check()
         finally:
-            del model.__dict__["forward"]
+            for name in FORWARD:
+                del model.__dict__[name]
         outputs = self.watch.outputs
         failed = {r for r in before if r in outputs and any(c.error for c in outputs[r].completions)}
         assert not (interrupt and failed)
@@ -108,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def compare(self, name: str, output: Any, *, part: bool = False) -> None:
         for completion, (tokens, text, reason) in zip(
-            output.completions, alone(self.model, *self.asked[name]), strict=True
+            output.completions, alone(self.model, self.kv, *self.asked[name]), strict=True
         ):
             if part:
                 assert tokens[: len(completion.token_ids)] == completion.token_ids

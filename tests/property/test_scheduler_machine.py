@@ -72,6 +72,7 @@ CONFIGS = st.builds(
     beside_decodes_tokens=st.none() | st.integers(1, 8),
     short_tokens=st.integers(1, 8),
     chunk_tokens=st.none() | st.integers(1, 8),
+    model_layers=st.sampled_from([0, 2, 5]),
     max_preemptions=st.integers(0, 3),
     growth_tokens=st.integers(0, 8),
     aging_s=st.sampled_from([0.0, 0.5, 30.0]),
@@ -88,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now_s, self.next_id = 0.0, 0
         self.computed: dict[int, int] = {}  # tokens of each living sequence that stand in the cache
         self.generated: dict[int, int] = {}
+        self.layers: dict[int, tuple[int, int]] = {}  # tokens of a chunk under way, and how many layers it went through
         self.entries: dict[int, Entry] = {}
 
     @rule(
@@ -98,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("abc"),
         deadline_s=st.sampled_from([None, None, 0.5, 3.0]),
         patient=st.booleans(),
+        by_layers=st.booleans(),
     )
     def add(
         self,
@@ -108,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str,
         deadline_s: float | None,
         patient: bool,
+        by_layers: bool,
     ) -> None:
         ids = range(self.next_id, self.next_id + 1 + children)
         deadline_s = None if deadline_s is None else self.now_s + deadline_s
@@ -121,6 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             patient=patient,
             tenant=tenant,
             deadline_s=deadline_s,
+            by_layers=by_layers,
         )
         fits = prompt + new <= 64 and -(-(prompt + new - 1) // BLOCK) <= self.ledger.n_blocks
         try:
@@ -162,6 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.take(plan)
 
     def forget(self, seq_id: int) -> None:
+        self.layers.pop(seq_id, None)
         del self.computed[seq_id], self.generated[seq_id], self.entries[seq_id]
 
     def take(self, plan: StepPlan, cancelled: int | None = None) -> None:
@@ -180,10 +186,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.computed[admitted.seq_id] = admitted.cached_tokens
         for why in plan.preempted:
             assert 1 <= why.times <= self.config.max_preemptions
+            self.layers.pop(why.seq_id, None)
             if why.seq_id in self.computed:
                 self.computed[why.seq_id] = 0
         if self.scheduler.pace is not None and plan.rows:
-            self.scheduler.pace.note(plan.rows, 0.001 * (3 + sum(r.n_tokens for r in plan.rows)))
+            self.scheduler.pace.note(plan.rows, 0.001 * (3 + sum(r.n_tokens * r.share for r in plan.rows)))
         for row in plan.rows:
             if row.seq_id != cancelled:
                 self.compute(row, cancelled)
@@ -195,8 +202,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         total = len(seq.entry.prompt_ids) + self.generated[row.seq_id]
         assert seq.phase is Phase.RUNNING and len(seq.tokens) == total
         assert row.n_tokens > 0 and row.start == self.computed[row.seq_id]
-        assert row.samples == (row.start + row.n_tokens == total)
+        assert row.samples == (row.complete and row.start + row.n_tokens == total)
         assert self.ledger.held[row.seq_id] * BLOCK >= row.start + row.n_tokens
+        done = self.layers.pop(row.seq_id, (0, 0))
+        if row.layers is not None:
+            assert self.entries[row.seq_id].by_layers and row.layers.of == self.config.model_layers
+            assert done in ((0, 0), (row.n_tokens, row.layers.begin)) and done[1] == row.layers.begin < row.layers.end
+        if not row.complete:
+            self.layers[row.seq_id] = (row.n_tokens, row.layers.end)
+            return
         if self.config.recompute_all:
             assert row.samples
         else:
@@ -241,7 +255,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.take(plan)
             self.ledger_balances()
             steps += 1
-            assert steps <= (self.config.max_preemptions + 2) * work, "no end in sight"
+            assert steps <= (self.config.max_preemptions + 2) * work * max(1, self.config.model_layers), (
+                "no end in sight"
+            )
         assert self.ledger.free == self.ledger.n_blocks and not self.scheduler.has_work
 
 

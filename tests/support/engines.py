@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvarn.core.options import EngineOptions
 from kvarn.core.requests import Delta, RequestOutput, SamplingParams
 from kvarn.engine.build import assemble
 from kvarn.engine.engine import Engine, StepResult
+from kvarn.engine.pacing import Pace
+from kvarn.engine.prices import Allowance, TokenAllowance
 from kvarn.kernels import load_backend
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.sizing import plan_cache
@@ -39,6 +41,45 @@ def make_engine(
     if blocks is not None:
         asked = EngineOptions(**{**vars(asked), "kv_memory_bytes": blocks * block_bytes(model, asked)})
     return assemble(model, tokenizer or byte_tokenizer(), load_backend(), asked).engine
+
+
+@dataclass
+class SomeLayers:
+    """An allowance of so many layers a step, for chunks of so many tokens."""
+
+    tokens_each: int
+    layers_each: int
+
+    def tokens(self, start: int) -> int:
+        return 1
+
+    def layered_tokens(self, start: int, layers: int) -> int:
+        return self.tokens_each
+
+    def layers(self, start: int, n_tokens: int, layers: int) -> int:
+        return self.layers_each
+
+    def spend(self, start: int, n_tokens: int, share: float = 1.0) -> None:
+        self.layers_each = 0
+
+
+class LayerByLayer(Pace):
+    """Beside rows that decode, prompts go through so many layers a step; every third step goes without."""
+
+    def __init__(self, tokens: int, layers: int) -> None:
+        super().__init__(2.0)
+        self._each, self._steps = (tokens, layers), 0
+
+    def allowance(self, decodes: int) -> Allowance:
+        self._steps += 1
+        return SomeLayers(*self._each) if self._steps % 3 else TokenAllowance(0)
+
+
+def layer_by_layer(engine: Engine, tokens: int = 7, layers: int = 1) -> Engine:
+    """The engine, whose prompts now go through the layers in several steps wherever somebody decodes."""
+    engine.scheduler.config = replace(engine.scheduler.config, short_tokens=1)
+    engine.scheduler.pace = LayerByLayer(tokens, layers)
+    return engine
 
 
 @dataclass

@@ -39,7 +39,7 @@ from kvarn.text import Tokenizer, load_tokenizer
 log = logging.getLogger("kvarn.engine")
 
 # A step with prompt tokens may take three times what its decoding rows take alone; aimed at less, since steps vary.
-MOST_SLOWDOWN = 2.0
+MOST_SLOWDOWN = 1.9
 # Of short prompts: a row that decodes costs about what two of a prompt cost.
 BESIDE_DECODES_TOKENS = 32
 PREFILL_PER_DECODE = 2
@@ -88,6 +88,7 @@ def assemble(
         context_tokens=plan.context_tokens,
         beside_decodes_tokens=None if plan.mode == "none" else BESIDE_DECODES_TOKENS,
         prefill_per_decode=PREFILL_PER_DECODE,
+        model_layers=0 if plan.mode == "none" else len(model.layers),
         recompute_all=plan.mode == "none",
     )
     numbers = f"{options.weights} {options.numerics} {backend.name}"

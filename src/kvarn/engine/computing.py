@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvarn.engine.request import CompletionState, RequestState
-from kvarn.engine.runner import StepRun, run_model
+from kvarn.engine.runner import LayeredRun, StepRun, run_model
 from kvarn.engine.sampler import Sampled, SampleRow, sample, token_logprob
-from kvarn.engine.step_plan import Row
+from kvarn.engine.step_plan import Layers, Row
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.recompute import RecomputeCache
 from kvarn.kv.step import Span
@@ -57,19 +57,31 @@ class Computing:
     ) -> None:
         self._model, self._cache, self._places, self._tokens_of = model, cache, places, tokens_of
         self.miscounted: set[int] = set()
+        self._layered: dict[int, LayeredRun] = {}
 
     def compute(self, rows: Sequence[Row]) -> list[RowResult]:
-        """One result a row, in their order. Nothing is committed; what has an error is undone. Where it is interrupted
-        (any other exception than an Exception), nothing of the step counts."""
+        """One result for each row that is complete or has an error, in their order. Nothing is committed; what has an
+        error is undone. Where it is interrupted (any other exception than an Exception), nothing of the step counts,
+        nor of what went through some layers before."""
         results = [RowResult(r, self._tokens_of(r.seq_id)[r.start : r.start + r.n_tokens]) for r in rows]
         try:
-            self._forward(results)
+            if whole := [r for r in results if r.row.layers is None]:
+                self._forward(whole)
+            for result in results:
+                if result.row.layers is not None:
+                    self._forward_layers(result, result.row.layers)
         except BaseException:
+            for result in results:
+                self.forget(result.row.seq_id)
             self.undo(results)
             raise
         if failed := [r for r in results if r.error is not None]:
             self.undo(failed)
-        return results
+        return [r for r in results if r.row.complete or r.error is not None]
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has given its blocks back: what went through some layers is gone."""
+        self._layered.pop(seq_id, None)
 
     def undo(self, results: Sequence[RowResult]) -> None:
         """What these rows wrote is gone."""
@@ -88,6 +100,23 @@ class Computing:
             self._forward(results[half:])
             return
         self._choose(results, run)
+
+    def _forward_layers(self, result: RowResult, layers: Layers) -> None:
+        """Go on with a chunk, or begin it: also where the step that began it was interrupted."""
+        seq_id, span = result.row.seq_id, result.span
+        try:
+            layered = self._layered.pop(seq_id, None)
+            if layered is None or layered.span != span:
+                reach = _reach(self._places[seq_id].request)
+                layered = LayeredRun(self._model, self._cache, span, result.fed, reach)
+            run = layered.go_on(layers.end)
+        except Exception as error:
+            result.error = error
+            return
+        if run is None:
+            self._layered[seq_id] = layered
+        else:
+            self._choose([result], run)
 
     def _run(self, results: Sequence[RowResult]) -> StepRun:
         reach = [_reach(self._places[r.row.seq_id].request) for r in results]

@@ -111,6 +111,7 @@ class Engine:
             finds_prefix=finds,
             leaves_prefix=leaves,
             replayed_tokens=replayed_tokens,
+            by_layers=policy is None or not policy.signals,
             stepwise=policy is not None and policy.decides,
             block_tokens=self.cache.plan.block_size,
             patient=patient,
@@ -163,6 +164,7 @@ class Engine:
     def _end(self, state: RequestState, completion: CompletionState, reason: str, error: str | None = None) -> None:
         self._trace(completion)
         self.scheduler.cancel(completion.seq_id)
+        self._computing.forget(completion.seq_id)
         self._places.pop(completion.seq_id, None)
         self.cache.unassign(completion.seq_id)
         self._pending.append(state.end(completion, reason, error))
@@ -180,6 +182,8 @@ class Engine:
         """One step over all that run. A request for which something fails ends with that error; the others go on."""
         begun = self._clock()
         plan = self.scheduler.schedule(begun)
+        for preempted in plan.preempted:
+            self._computing.forget(preempted.seq_id)
         for ended in plan.ended:
             if place := self._places.get(ended.seq_id):
                 self._end(place.request, place.completion, "error", str(ended))
@@ -225,6 +229,7 @@ class Engine:
         """Where attention mass counts what did not happen, the sequence is computed again."""
         for seq_id in self._computing.miscounted & self._places.keys():
             self.scheduler.restart(seq_id)
+            self._computing.forget(seq_id)
         self._computing.miscounted.clear()
 
     def _guarded(self, seq_id: int, work: Callable[[], None]) -> None:

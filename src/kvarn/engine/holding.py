@@ -13,22 +13,22 @@ from kvarn.engine.sequence import Phase, Sequence
 
 @dataclass(slots=True)
 class Hold:
-    """seq waits until `leader` has computed shared_tokens. seen_tokens: how far it was, when it last came on, at
+    """seq waits until `leader` has computed shared_tokens. seen: how far it was, when it last came on, at
     since_s."""
 
     seq: Sequence
     leader: Sequence
     shared_tokens: int
-    seen_tokens: int
+    seen: tuple[int, int]
     since_s: float
 
     def over(self, now_s: float, patience_s: float) -> bool:
         """The beginning is there, or the leader computes it no more, or did not come on for patience_s."""
         done = self.leader.computed_tokens
-        if self.leader.phase is not Phase.RUNNING or done >= self.shared_tokens or done < self.seen_tokens:
+        if self.leader.phase is not Phase.RUNNING or done >= self.shared_tokens or done < self.seen[0]:
             return True
-        if done > self.seen_tokens:
-            self.seen_tokens, self.since_s = done, now_s
+        if (progress := self.leader.progress) > self.seen:
+            self.seen, self.since_s = progress, now_s
         return now_s - self.since_s > patience_s
 
     @property
@@ -61,7 +61,7 @@ class Holding:
             shared = common_tokens(seq.tokens, leader.tokens, entry.block_tokens)
             if shared - leader.computed_tokens >= saved:
                 saved = shared - leader.computed_tokens
-                best = Hold(seq, leader, shared, leader.computed_tokens, now_s)
+                best = Hold(seq, leader, shared, leader.progress, now_s)
         return best
 
     def add(self, hold: Hold) -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from kvarn.engine.prices import Allowance, ChunkPrices, TimeAllowance, TokenAllowance
+from kvarn.engine.prices import Allowance, Chunk, ChunkPrices, TimeAllowance, TokenAllowance
 from kvarn.engine.step_plan import Row
 
 KEPT_STEPS = 9  # steps without prompts, whose median is what decoding takes
@@ -34,7 +34,7 @@ class Pace:
 
     def note(self, rows: Sequence[Row], duration_s: float) -> None:
         """A step with these rows took so long."""
-        chunks = [(r.n_tokens, r.start) for r in rows if r.n_tokens > 1]
+        chunks = [Chunk(r.n_tokens, r.start, r.share) for r in rows if r.n_tokens > 1]
         decodes = len(rows) - len(chunks)
         if not chunks:
             self._until_look_steps = LOOK_EVERY_STEPS
@@ -43,7 +43,7 @@ class Pace:
         self._until_look_steps -= decodes > 0
         self._learn(chunks, decodes, duration_s)
 
-    def _learn(self, chunks: Sequence[tuple[int, int]], decodes: int, duration_s: float) -> None:
+    def _learn(self, chunks: Sequence[Chunk], decodes: int, duration_s: float) -> None:
         """Steps of prompts alone teach until there is a better one: too dear, since few tokens read all weights."""
         alone_s = self._alone_s(decodes) if decodes else None
         if alone_s is not None:

@@ -1,7 +1,8 @@
 """What chunks of prompts cost a step, and how much of that long prompts may spend in one.
 
 A chunk of n tokens behind `start` others costs about f + c n + h start + g n start: something for being there at all,
-its products, reading the keys and values before it, attending over them. The four prices are learned by normalised
+its products, reading the keys and values before it, attending over them. Where a step takes it through a share of the
+layers only, all but f is that share of it. The four prices are learned by normalised
 least mean squares (Haykin, Adaptive Filter Theory, chapter 6): an error moves them only along the chunk that showed it,
 so that what short beginnings taught outlasts the end of a long prompt.
 """
@@ -9,21 +10,31 @@ so that what short beginnings taught outlasts the end of a long prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 LEAST_TOKENS = 2  # of one long prompt a step, whatever they cost: it always comes on
 DEARER, CHEAPER = 0.4, 0.2  # of an error, how much is believed at once; rather too dear than too cheap
 MOST_JUMP = 2.0  # more than so many times what was expected is somebody else's work on the machine
+WHOLE_TOKENS = 48  # fewer than so many at once read weights and keys too often: better more, some layers at a time
+LAYERED_TOKENS = 64  # of a chunk that goes through the layers in several steps, at most
+MEANT_LAYERS = 2.2  # of such a chunk in a step: few, so that it has many tokens; two, while prices vary by a quarter
 UNIT_TOKENS, UNIT_START = 8.0, 1024.0  # in which a chunk's terms are of one size
 LEAST_PRICE_S = 1e-9
 
-Chunk = tuple[int, int]  # tokens, and how many stand before them
 Terms = tuple[float, float, float, float]
 
 
-def _terms(n_tokens: int, start: int) -> Terms:
+class Chunk(NamedTuple):
+    """share: of the layers."""
+
+    n_tokens: int
+    start: int
+    share: float = 1.0
+
+
+def _terms(n_tokens: int, start: int, share: float = 1.0) -> Terms:
     n, behind = n_tokens / UNIT_TOKENS, start / UNIT_START
-    return (1.0, n, behind, n * behind)
+    return (1.0, share * n, share * behind, share * n * behind)
 
 
 class ChunkPrices:
@@ -36,8 +47,19 @@ class ChunkPrices:
     def known(self) -> bool:
         return any(self._prices)
 
-    def cost_s(self, n_tokens: int, start: int) -> float:
-        return sum(p * t for p, t in zip(self._prices, _terms(n_tokens, start), strict=True))
+    def cost_s(self, n_tokens: int, start: int, share: float = 1.0) -> float:
+        return sum(p * t for p, t in zip(self._prices, _terms(n_tokens, start, share), strict=True))
+
+    def layered_tokens(self, start: int, seconds: float, layers: int) -> int:
+        """How many tokens behind `start` others can go through MEANT_LAYERS of so many layers for so much."""
+        fixed = self._prices[0]
+        return self.fitting_tokens(start, fixed + max(0.0, seconds - fixed) * layers / MEANT_LAYERS)
+
+    def fitting_layers(self, n_tokens: int, start: int, seconds: float, layers: int) -> int:
+        """How many of so many layers such a chunk can go through for about so much."""
+        fixed = self._prices[0]
+        all_s = self.cost_s(n_tokens, start) - fixed
+        return round(layers * max(0.0, seconds - fixed) / all_s) if all_s > 0 else 0
 
     def fitting_tokens(self, start: int, seconds: float) -> int:
         """How many tokens behind `start` others can be had for so much; 0 for none."""
@@ -67,7 +89,15 @@ class Allowance(Protocol):
         """Tokens of a prompt whose next one stands at `start`."""
         ...
 
-    def spend(self, start: int, n_tokens: int) -> None: ...
+    def layered_tokens(self, start: int, layers: int) -> int:
+        """Tokens of a chunk that goes through so many layers in several steps; 0 where one better goes whole."""
+        ...
+
+    def layers(self, start: int, n_tokens: int, layers: int) -> int:
+        """How many of so many layers such a chunk may go through in this step."""
+        ...
+
+    def spend(self, start: int, n_tokens: int, share: float = 1.0) -> None: ...
 
 
 class TokenAllowance:
@@ -79,7 +109,13 @@ class TokenAllowance:
     def tokens(self, start: int) -> int:
         return self._left
 
-    def spend(self, start: int, n_tokens: int) -> None:
+    def layered_tokens(self, start: int, layers: int) -> int:
+        return 0
+
+    def layers(self, start: int, n_tokens: int, layers: int) -> int:
+        return layers if self._left > 0 else 0
+
+    def spend(self, start: int, n_tokens: int, share: float = 1.0) -> None:
         self._left -= n_tokens
 
 
@@ -92,6 +128,18 @@ class TimeAllowance:
     def tokens(self, start: int) -> int:
         return max(self._prices.fitting_tokens(start, self._left_s), LEAST_TOKENS if self._untouched else 0)
 
-    def spend(self, start: int, n_tokens: int) -> None:
-        self._left_s -= self._prices.cost_s(n_tokens, start)
+    def layered_tokens(self, start: int, layers: int) -> int:
+        whole = self.tokens(start)
+        if not self._untouched or not self._prices.known or whole >= WHOLE_TOKENS:
+            return 0
+        least = LEAST_TOKENS * layers // 2  # a layer of so many costs about what a token costs
+        layered = min(LAYERED_TOKENS, max(least, self._prices.layered_tokens(start, self._left_s, layers)))
+        return layered if layered > whole else 0
+
+    def layers(self, start: int, n_tokens: int, layers: int) -> int:
+        least = -(-LEAST_TOKENS * layers // n_tokens) if self._untouched else 0
+        return min(layers, max(least, self._prices.fitting_layers(n_tokens, start, self._left_s, layers)))
+
+    def spend(self, start: int, n_tokens: int, share: float = 1.0) -> None:
+        self._left_s -= self._prices.cost_s(n_tokens, start, share)
         self._untouched = False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvarn.kv.manager import CacheManager
 from kvarn.kv.recompute import RecomputeCache
-from kvarn.kv.step import Span
+from kvarn.kv.step import CacheStep, Span
 from kvarn.kv.view import StepInputs
 from kvarn.models.base import CausalLM
 
@@ -49,6 +49,35 @@ class StepRun:
                 yield self.model.logits(rows), at
 
 
+class LayeredRun:
+    """One span that goes through the layers in several steps, beside others' steps. Its slots hold what the layers so
+    far wrote; nothing of it counts before the last layer."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: CacheManager | RecomputeCache,
+        span: Span,
+        tokens: Sequence[int],
+        reach_tokens: int,
+    ) -> None:
+        self.span, self._model, self._cache, self._done_layers = span, model, cache, 0
+        self._kv = cache.begin_step([span])
+        self._inputs = _inputs(cache, self._kv, tokens, np.full(len(tokens), reach_tokens, np.int64))
+        self._x: Tensor | None = None
+
+    def go_on(self, to_layer: int) -> StepRun | None:
+        """Through the layers before to_layer. The run once all are done, else None."""
+        every = len(self._model.layers)
+        with torch.inference_mode():
+            x = self._model.forward_layers(self._x, self._inputs, self._kv, range(self._done_layers, to_layer))
+            self._x, self._done_layers = x, to_layer
+            if to_layer < every:
+                return None
+            self._cache.settle(self._kv)
+        return StepRun(self._model, x, (0, self.span.n_tokens))
+
+
 def run_model(
     model: CausalLM,
     cache: CacheManager | RecomputeCache,
@@ -60,12 +89,20 @@ def run_model(
     counts = [s.n_tokens for s in spans]
     with torch.inference_mode():
         kv = cache.begin_step(spans)
-        inputs = StepInputs(
-            token_ids=torch.tensor(list(itertools.chain.from_iterable(tokens)), dtype=torch.int64),
-            positions=kv.positions,
-            kernels=cache.backend,
-            span_tokens=torch.from_numpy(np.repeat(np.array(reach_tokens, np.int64), counts)),
-        )
+        ids = list(itertools.chain.from_iterable(tokens))
+        inputs = _inputs(cache, kv, ids, np.repeat(np.array(reach_tokens, np.int64), counts))
         hidden = model.forward(inputs, kv)
         cache.settle(kv)
     return StepRun(model, hidden, tuple(itertools.accumulate(counts, initial=0)))
+
+
+def _inputs(
+    cache: CacheManager | RecomputeCache, kv: CacheStep, token_ids: Sequence[int], reach_tokens: np.ndarray
+) -> StepInputs:
+    """reach_tokens [T]: for each row, the length its sequence may reach."""
+    return StepInputs(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=kv.positions,
+        kernels=cache.backend,
+        span_tokens=torch.from_numpy(reach_tokens),
+    )

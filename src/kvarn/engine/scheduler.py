@@ -30,7 +30,7 @@ from kvarn.engine.reasons import (
 )
 from kvarn.engine.sequence import Phase, Sequence
 from kvarn.engine.sequences import Sequences
-from kvarn.engine.step_plan import Row, StepDraft, StepPlan
+from kvarn.engine.step_plan import Layers, Row, StepDraft, StepPlan
 from kvarn.engine.waiting import class_of
 
 
@@ -65,19 +65,22 @@ class Scheduler(Sequences):
             if self.finish(seq_id):
                 step.ended.append(Expired(seq_id, deadline_s, step.now_s))
 
-    def _give(self, seq: Sequence, n_tokens: int, step: StepDraft) -> None:
+    def _give(self, seq: Sequence, n_tokens: int, step: StepDraft, layers: Layers | None = None) -> None:
         """A row for a running sequence, if there is room for its tokens."""
         start = seq.computed_tokens
         if not self._grow(seq, start + n_tokens, step):
             return
+        samples = n_tokens == seq.pending_tokens and (layers is None or layers.end == layers.of)
+        children = tuple(seq.children) if samples and seq.children else ()
+        row = Row(seq.seq_id, start, n_tokens, samples, children, layers)
         step.left_tokens -= n_tokens
         if step.allowance is not None:
             step.short_tokens -= n_tokens
-            step.allowance.spend(start, n_tokens)
+            step.allowance.spend(start, n_tokens, row.share)
+        if layers is not None:
+            seq.chunk_tokens, seq.chunk_layers = n_tokens, layers.end
         seq.slots_tokens = max(seq.slots_tokens, start + n_tokens)
-        samples = n_tokens == seq.pending_tokens
-        children = tuple(seq.children) if samples and seq.children else ()
-        step.rows[seq.seq_id] = Row(seq.seq_id, start, n_tokens, samples, children)
+        step.rows[seq.seq_id] = row
         self._turns.charge(seq, start + n_tokens)
 
     def _grow(self, seq: Sequence, to_tokens: int, step: StepDraft) -> bool:
@@ -103,7 +106,8 @@ class Scheduler(Sequences):
         lost = victim.computed_tokens
         why = Preempted(victim.seq_id, for_seq.seq_id, lost, times, limit, step.now_s)
         victim.preemptions.append(why)
-        victim.computed_tokens = victim.slots_tokens = 0
+        victim.stand_at(0)
+        victim.slots_tokens = 0
         victim.protected = times >= limit
         step.preempted.append(why)
         self._wait(victim)
@@ -144,9 +148,13 @@ class Scheduler(Sequences):
         pending = seq.pending_tokens
         if self.config.recompute_all:
             return pending if pending <= step.left_tokens or not step.rows else 0
-        end = seq.entry.chunk_end(seq.computed_tokens)
+        return max(0, min(self._left(seq, step), self._most(seq, step)))
+
+    def _most(self, seq: Sequence, step: StepDraft) -> int:
+        """Tokens of the sequence that a row may have, whatever they cost."""
+        pending, end = seq.pending_tokens, seq.entry.chunk_end(seq.computed_tokens)
         most = pending if end is None else end - seq.computed_tokens
-        return max(0, min(pending, self._left(seq, step), most, self.config.chunk_tokens or pending))
+        return min(pending, step.left_tokens, most, self.config.chunk_tokens or pending)
 
     def _left(self, seq: Sequence, step: StepDraft) -> int:
         """Tokens of the step that a prompt of its length may have."""
@@ -156,9 +164,29 @@ class Scheduler(Sequences):
         return min(step.left_tokens, step.allowance.tokens(seq.computed_tokens) if long else step.short_tokens)
 
     def _take_turn(self, seq: Sequence, step: StepDraft) -> None:
-        if n_tokens := self._chunk(seq, step):
-            self._give(seq, n_tokens, step)
+        layers = None
+        if layered := seq.chunk_tokens or self._layered(seq, step):
+            layers = self._layers(seq, layered, step)
+            n_tokens = layered if layered <= step.left_tokens and layers.end > layers.begin else 0
+        else:
+            n_tokens = self._chunk(seq, step)
+        if n_tokens:
+            self._give(seq, n_tokens, step, layers)
             self._turns.had(seq, step.now_s)
+
+    def _layered(self, seq: Sequence, step: StepDraft) -> int:
+        """Tokens of its next chunk where that better goes through the layers in several steps; else 0."""
+        every = self.config.model_layers
+        if step.allowance is None or not every or not seq.entry.by_layers or not seq.is_long(self.config.short_tokens):
+            return 0
+        layered = min(self._most(seq, step), step.allowance.layered_tokens(seq.computed_tokens, every))
+        return layered if layered > self._chunk(seq, step) > 0 else 0
+
+    def _layers(self, seq: Sequence, n_tokens: int, step: StepDraft) -> Layers:
+        """Through which layers the sequence's chunk goes in this step."""
+        every, begin = self.config.model_layers, seq.chunk_layers
+        n = every if step.allowance is None else step.allowance.layers(seq.computed_tokens, n_tokens, every)
+        return Layers(begin, min(every, begin + n), every)
 
     def _consider(self, seq: Sequence, step: StepDraft) -> bool:
         """Admit a waiting sequence and give it a first chunk, or keep why not. False: nobody may pass it. A long prompt

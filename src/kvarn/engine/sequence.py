@@ -15,15 +15,16 @@ Rank = tuple[int, int, float, int]
 class Entry:
     """One request's way into the queue.
 
-    seq_id: unique, its first completion's. child_ids: ids of the further completions (n > 1), one each.
-    arrival_s, deadline_s: on the clock that `schedule` is given. priority: larger goes first. tenant: who shares the
-    engine fairly. namespace: whose prefix blocks may be found (see kvarn.kv.prefix). reuse_prompt: False where every
-    prompt token must be computed (prompt logprobs). finds_prefix, leaves_prefix: whether the cache looks its prompt up,
-    and whether others find its full blocks while it is computed. replayed_tokens: the last of the prompt that are
-    computed as if they had been generated: block by block of block_tokens, so that the cache decides and seals between
-    them as it does while decoding. stepwise: the same for what was generated and has to be computed again after a
-    preemption; where the cache decides between blocks, it then decides the same. patient: nobody waits for its next
-    token, only for its last: prompts beside it need not be held short. Raises InvalidRequest.
+    seq_id: unique, its first completion's. child_ids: ids of the further completions (n > 1), one each. arrival_s,
+    deadline_s: on the clock that `schedule` is given. priority: larger goes first. tenant: who shares the engine
+    fairly. namespace: whose prefix blocks may be found (see kvarn.kv.prefix). reuse_prompt: False where every prompt
+    token must be computed (prompt logprobs). finds_prefix, leaves_prefix: whether the cache looks its prompt up, and
+    whether others find its full blocks while it is computed. replayed_tokens: the last of the prompt that are
+    computed as if they had been generated: block by block of block_tokens, so that the cache decides and seals
+    between them as it does while decoding. stepwise: the same for what was generated and has to be computed again
+    after a preemption; where the cache decides between blocks, it then decides the same. patient: nobody waits for
+    its next token, only for its last: prompts beside it need not be held short. by_layers: chunks may go through the
+    layers in several steps. Raises InvalidRequest.
     """
 
     seq_id: int
@@ -41,6 +42,7 @@ class Entry:
     replayed_tokens: int = 0
     stepwise: bool = False
     block_tokens: int = 1
+    by_layers: bool = False
     patient: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +82,8 @@ class Sequence:
 
     tokens: prompt and generated. computed_tokens of them stand in the cache; slots_tokens have slots.
     cached_tokens: found in the prefix index when first admitted. best_tokens: most ever computed (charged once).
-    uncached_tokens: had to be computed when it was last admitted.
+    uncached_tokens: had to be computed when it was last admitted. chunk_tokens of what follows went through
+    chunk_layers of the layers so far (0 and 0: none).
     level: its priority when it was admitted, with what waiting added. protected: it may not be preempted again.
     """
 
@@ -92,6 +95,8 @@ class Sequence:
     cached_tokens: int | None = None
     best_tokens: int = 0
     uncached_tokens: int = 0
+    chunk_tokens: int = 0
+    chunk_layers: int = 0
     protected: bool = False
     level: int = 0
     parent_id: int | None = None
@@ -112,6 +117,15 @@ class Sequence:
         """Whether more than short_tokens are to be computed before it decodes, or were when it was admitted."""
         pending = self.pending_tokens
         return pending > short_tokens or (pending > 1 and self.uncached_tokens > short_tokens)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far it is: only grows while it runs."""
+        return (self.computed_tokens, self.chunk_layers)
+
+    def stand_at(self, computed_tokens: int) -> None:
+        """So many tokens stand in the cache, and nothing of more."""
+        self.computed_tokens, self.chunk_tokens, self.chunk_layers = computed_tokens, 0, 0
 
     @property
     def rank(self) -> Rank:

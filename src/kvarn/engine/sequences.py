@@ -95,7 +95,7 @@ class Sequences:
         if (seq := self._seqs.get(seq_id)) is None:
             return
         if not self.config.recompute_all:
-            seq.computed_tokens += n_computed
+            seq.stand_at(seq.computed_tokens + n_computed)
         seq.tokens.extend(appended)
 
     def fork(self, child_id: int, appended: Tokens[int]) -> None:
@@ -141,7 +141,8 @@ class Sequences:
         seq = self._seqs[seq_id]
         assert seq.phase is Phase.RUNNING, f"sequence {seq_id} does not run"
         self._stop(seq)
-        seq.computed_tokens = seq.slots_tokens = 0
+        seq.stand_at(0)
+        seq.slots_tokens = 0
         seq.note_wait(Repeats())
         self._wait(seq)
 

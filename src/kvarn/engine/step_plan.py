@@ -17,7 +17,8 @@ class SchedulerConfig:
     prompt slows the others' next token by a bounded factor.
     short_tokens: a prompt of which no more was left to compute when it was admitted is not held to the pace, which
     spreads long ones over steps.
-    chunk_tokens: rows of one sequence a step at most. growth_tokens: what admission leaves free for each running
+    chunk_tokens: rows of one sequence a step at most. model_layers: chunks of long prompts may go through so many in
+    several steps (0: never). growth_tokens: what admission leaves free for each running
     sequence to grow. aging_s: a priority that had no turn for so long counts as the next higher one (0: never).
     hold_tokens: a request waits for one that computes the beginning of its prompt where that saves it at least so many
     tokens (0: never), but not for one that did not come on for hold_s.
@@ -31,6 +32,7 @@ class SchedulerConfig:
     prefill_per_decode: int = 0
     short_tokens: int = 64
     chunk_tokens: int | None = None
+    model_layers: int = 0
     max_preemptions: int = 4
     growth_tokens: int = 32
     aging_s: float = 30.0
@@ -42,20 +44,46 @@ class SchedulerConfig:
         for name in ("max_seqs", "step_tokens", "context_tokens", "beside_decodes_tokens", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise IncompatiblePlan(f"{name} is {value}; it must be at least 1")
-        for name in ("max_preemptions", "growth_tokens", "aging_s", "prefill_per_decode", "hold_tokens", "hold_s"):
+        names = ("max_preemptions", "growth_tokens", "aging_s", "prefill_per_decode", "hold_tokens", "hold_s")
+        for name in (*names, "model_layers"):
             if (value := getattr(self, name)) < 0:
                 raise IncompatiblePlan(f"{name} is {value}; it must not be negative")
 
 
+class Layers(NamedTuple):
+    """The layers [begin, end) of `of` that a step takes a row through."""
+
+    begin: int
+    end: int
+    of: int
+
+
 class Row(NamedTuple):
     """Compute tokens [start, start + n_tokens) of a sequence. samples: its last row gives the next token; for n > 1 a
-    first token is drawn from it for each of `children` too (hand them to `Scheduler.fork`)."""
+    first token is drawn from it for each of `children` too (hand them to `Scheduler.fork`). layers: only these, which
+    go on where the step before ended; the tokens are in the cache after the last."""
 
     seq_id: int
     start: int
     n_tokens: int
     samples: bool
     children: tuple[int, ...] = ()
+    layers: Layers | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether its tokens are in the cache after this step."""
+        return self.layers is None or self.layers.end == self.layers.of
+
+    @property
+    def new_tokens(self) -> int:
+        """How many are in the cache that were not."""
+        return self.n_tokens if self.complete else 0
+
+    @property
+    def share(self) -> float:
+        """Of the layers."""
+        return 1.0 if self.layers is None else (self.layers.end - self.layers.begin) / self.layers.of
 
 
 @dataclass(frozen=True, slots=True)

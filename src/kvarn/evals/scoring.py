@@ -110,7 +110,7 @@ class Scorer:
             held = cache.sequence_bytes(seq_id)[0] or held
             result = self.engine.step()
             seconds.append(result.duration_s)
-            self._tick(sum(r.n_tokens for r in result.plan.rows))
+            self._tick(sum(r.new_tokens for r in result.plan.rows))
             if result.finished:
                 break
         (output,) = result.finished

@@ -110,10 +110,10 @@ class CacheGroup(GroupBlocks):
 
     def short_by(self, want: int) -> dict[int, int]:
         """For each pool that lacks some: how many of the wanted blocks are missing. Each open block must also find a
-        sealed one later."""
+        sealed one later; some have one already that a step under way set aside."""
         short = {OPEN: want - self.pools[OPEN].free_blocks}
         if self.home != OPEN:
-            short[SEALED] = want - (self.pools[SEALED].free_blocks - self.open_columns)
+            short[SEALED] = want - (self.pools[SEALED].free_blocks + self.seals.n_promised - self.open_columns)
         return {pool: n for pool, n in short.items() if n > 0}
 
     def take(self, row: int, new_tokens: int) -> tuple[int, ...]:

@@ -136,6 +136,11 @@ class SealBook:
         for place in [p for p in self._promised if p[0] in rows]:
             self._blocks.free_reference(SEALED, self._promised.pop(place).block)
 
+    @property
+    def n_promised(self) -> int:
+        """How many open blocks have a sealed one set aside."""
+        return len(self._promised)
+
     def promised_blocks(self) -> list[int]:
         """The sealed blocks set aside now."""
         return [made.block for made in self._promised.values()]

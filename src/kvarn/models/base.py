@@ -71,9 +71,7 @@ class CausalLM:
     def forward(self, step: StepInputs, kv: StepKV) -> Tensor:
         """One step over a ragged batch. Returns hidden states [T, hidden] after the last norm."""
         kernels = step.kernels
-        x = self._embedding.rows(step.token_ids)
-        if self._embedding_scale is not None:
-            x = x * self._embedding_scale
+        x = self._embedded(step.token_ids)
         ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
         whole, plain = self._whole(kernels, len(x)), kv.plain()
         if whole is not None and plain is not None:
@@ -81,6 +79,21 @@ class CausalLM:
         for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
             x = layer(x, kernels, kv.layer(index), ropes[kind])
         return kernels.rms_norm(x, self._norm, self.eps)
+
+    def forward_layers(self, x: Tensor | None, step: StepInputs, kv: StepKV, layers: range) -> Tensor:
+        """A part of `forward`, the same bits: x [T, hidden] as the part before gave it, None before layer 0. Goes
+        through these layers one by one; the last norm comes with the last one."""
+        kernels = step.kernels
+        if x is None:
+            x = self._embedded(step.token_ids)
+        ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
+        for index in layers:
+            x = self._decoder[index](x, kernels, kv.layer(index), ropes[self._rope_kinds[index]])
+        return kernels.rms_norm(x, self._norm, self.eps) if layers.stop == len(self._decoder) else x
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        x = self._embedding.rows(token_ids)
+        return x if self._embedding_scale is None else x * self._embedding_scale
 
     def _whole(self, kernels: Backend, rows: int) -> Decoder | None:
         """All layers as one call of this backend, prepared once; None where it or a layer cannot do that."""

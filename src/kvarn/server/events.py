@@ -161,7 +161,7 @@ def _step_data(engine: Engine, result: StepResult) -> dict[str, Any]:
     return {
         "duration_s": round(result.duration_s, 6),
         "rows": len(plan.rows),
-        "tokens": sum(r.n_tokens for r in plan.rows),
+        "tokens": sum(r.new_tokens for r in plan.rows),
         "running": engine.scheduler.n_running,
         "waiting": plan.n_waiting,
         "head_wait": str(plan.head_wait) if plan.head_wait is not None else None,

@@ -97,7 +97,7 @@ class Metrics(Observer):
     def on_step(self, engine: Engine, result: StepResult) -> None:
         plan = result.plan
         self._step.observe(result.duration_s)
-        self._step_tokens.observe(sum(r.n_tokens for r in plan.rows))
+        self._step_tokens.observe(sum(r.new_tokens for r in plan.rows))
         self._generated.inc(sum(len(d.token_ids) for d in result.deltas))
         if plan.preempted:
             self._preempted.inc(len(plan.preempted))

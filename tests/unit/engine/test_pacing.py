@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from kvarn.engine.pacing import LOOK_EVERY_STEPS, Pace
-from kvarn.engine.prices import LEAST_TOKENS, ChunkPrices
-from kvarn.engine.step_plan import Row
+from kvarn.engine.prices import LEAST_TOKENS, Chunk, ChunkPrices
+from kvarn.engine.step_plan import Layers, Row
 
 PROMPT = 4_000
 
@@ -44,6 +44,7 @@ class Machine:
 
 
 SMALL = Machine(0.006, 0.0005, 0.0007, 0.001, 0.0004)  # about the default model on two cores, one stream
+MIDDLE = Machine(0.012, 0.0005, 0.0006, 0.001, 0.0004)  # 8 streams
 LARGE = Machine(0.060, 0.002, 0.0007, 0.001, 0.0004)  # 32 streams
 
 
@@ -69,6 +70,27 @@ def prefill(pace: Pace, machine: Machine, decodes: int, prompt: int = PROMPT) ->
     return found
 
 
+def prefill_by_layers(pace: Pace, machine: Machine, decodes: int, layers: int = 30) -> list[tuple[int, float]]:
+    """As `prefill`, in chunks that go through some of the layers a step."""
+    found, start = list[tuple[int, float]](), 0
+    while start < PROMPT:
+        n = min(pace.allowance(decodes).layered_tokens(start, layers), PROMPT - start)
+        if not n:  # decoding alone is to be looked at
+            found += prefill(pace, machine, decodes, prompt=LEAST_TOKENS)
+            assert len(found) < PROMPT
+            continue
+        done = 0
+        while done < layers:
+            end = min(layers, done + pace.allowance(decodes).layers(start, n, layers))
+            part = Layers(done, end, layers)
+            took_s = machine.decode_s + (machine.step(n, start) - machine.decode_s) * (end - done) / layers
+            pace.note([*rows(decodes), Row(99, start, n, False, (), part)] if end > done else rows(decodes), took_s)
+            found.append((n, took_s))
+            done = end
+        start += n
+    return found
+
+
 def p99(found: list[tuple[int, float]]) -> float:
     return sorted(s for _, s in found)[int(0.99 * len(found))]
 
@@ -82,6 +104,15 @@ def test_from_the_first_chunk_to_the_last_steps_keep_to_the_slowdown(machine: Ma
     assert found[0][1] <= 3 * machine.decode_s, "the first chunk is no worse"
     later = [s for n, s in found[len(found) // 2 :] if n]
     assert statistics.median(later) >= 1.8 * machine.decode_s, "what may be had is used"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.08])
+@pytest.mark.parametrize(("machine", "decodes"), [(SMALL, 1), (MIDDLE, 8)])
+def test_by_layers_a_prompt_is_faster_and_steps_keep_to_the_slowdown(machine: Machine, decodes: int, noise: float):
+    machine = replace(machine, noise=noise, source=random.Random(1))
+    layered, whole = (each(warmed(machine, decodes), machine, decodes) for each in (prefill_by_layers, prefill))
+    assert p99(layered) <= 3 * machine.decode_s
+    assert sum(s for _, s in layered) <= 0.8 * sum(s for _, s in whole)
 
 
 def test_a_second_prompt_is_priced_right_at_once():
@@ -162,7 +193,7 @@ def test_prices_are_found_where_chunks_differ():
     source, prices = random.Random(3), ChunkPrices()
     for _ in range(3_000):
         n, start = source.randint(1, 40), source.randint(0, 4_000)
-        prices.learn([(n, start)], SMALL.step(n, start) - SMALL.decode_s)
+        prices.learn([Chunk(n, start)], SMALL.step(n, start) - SMALL.decode_s)
     for n, start in ((4, 0), (4, 4_000), (30, 0), (30, 2_000)):
         assert prices.cost_s(n, start) == pytest.approx(SMALL.step(n, start) - SMALL.decode_s, rel=0.1)
         assert prices.fitting_tokens(start, prices.cost_s(n, start) * 1.001) == n
