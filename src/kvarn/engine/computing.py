@@ -120,7 +120,15 @@ class Computing:
 
     def _run(self, results: Sequence[RowResult]) -> StepRun:
         reach = [_reach(self._places[r.row.seq_id].request) for r in results]
-        return run_model(self._model, self._cache, [r.span for r in results], [r.fed for r in results], reach)
+        read = [self._read_tokens(r.row) for r in results]
+        return run_model(self._model, self._cache, [r.span for r in results], [r.fed for r in results], reach, read)
+
+    def _read_tokens(self, row: Row) -> int:
+        """Of how many of the row's last tokens `_choose` reads the hidden states."""
+        place = self._places[row.seq_id]
+        if place.request.params.prompt_logprobs is not None or place.request.watch is not None:
+            return row.n_tokens
+        return int(row.samples)
 
     def _choose(self, results: Sequence[RowResult], run: StepRun) -> None:
         """Read all that is wanted of the hidden states before anything is committed: prompt log-probabilities, then the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,14 +21,15 @@ LOGIT_ROWS = 64  # of a prompt at once: a large vocabulary's logits take a megab
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """A step's hidden states [T, hidden]; query_start [S + 1] tells each span's rows."""
+    """Hidden states [R, hidden] of the rows that are read, the last ones of each span; query_start [S + 1] tells whose
+    they are."""
 
     model: CausalLM
     hidden: Tensor
     query_start: tuple[int, ...]
 
     def last_logits(self, spans: Sequence[int]) -> Tensor:
-        """Logits [len(spans), V] float32 of these spans' last rows."""
+        """Logits [len(spans), V] float32 of these spans' last rows, which must have been read."""
         if not spans:
             return self.hidden.new_zeros((0, 1)).float()
         rows = [self.query_start[s + 1] - 1 for s in spans]
@@ -37,7 +38,7 @@ class StepRun:
             return self.model.logits(self.hidden if whole else self.hidden[rows])
 
     def rows(self, span: int) -> Tensor:
-        """The span's hidden states [n_tokens, hidden]."""
+        """The span's hidden states [rows that are read, hidden]."""
         return self.hidden[self.query_start[span] : self.query_start[span + 1]]
 
     def span_logits(self, span: int, n_rows: int) -> Iterator[tuple[Tensor, int]]:
@@ -84,16 +85,21 @@ def run_model(
     spans: Sequence[Span],
     tokens: Sequence[Sequence[int]],
     reach_tokens: Sequence[int],
+    read_tokens: Sequence[int] | None = None,
 ) -> StepRun:
-    """tokens: each span's token ids. reach_tokens: the length each span's sequence may reach."""
+    """tokens: each span's token ids. reach_tokens: the length each span's sequence may reach. read_tokens: of how many
+    of each span's last tokens the hidden states are read; None: of all."""
     counts = [s.n_tokens for s in spans]
+    read = counts if read_tokens is None else read_tokens
     with torch.inference_mode():
         kv = cache.begin_step(spans)
         ids = list(itertools.chain.from_iterable(tokens))
         inputs = _inputs(cache, kv, ids, np.repeat(np.array(reach_tokens, np.int64), counts))
+        if read != counts:
+            inputs = replace(inputs, read_rows=_last_rows(counts, read))
         hidden = model.forward(inputs, kv)
         cache.settle(kv)
-    return StepRun(model, hidden, tuple(itertools.accumulate(counts, initial=0)))
+    return StepRun(model, hidden, tuple(itertools.accumulate(read, initial=0)))
 
 
 def _inputs(
@@ -106,3 +112,10 @@ def _inputs(
         kernels=cache.backend,
         span_tokens=torch.from_numpy(reach_tokens),
     )
+
+
+def _last_rows(counts: Sequence[int], read: Sequence[int]) -> Tensor:
+    """The last read[s] of each span's counts[s] rows, one span after the other -> [R] int64."""
+    ends = itertools.accumulate(counts)
+    rows = (range(end - n, end) for end, n in zip(ends, read, strict=True))
+    return torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)

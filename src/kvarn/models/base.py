@@ -69,16 +69,20 @@ class CausalLM:
     # What a step does.
 
     def forward(self, step: StepInputs, kv: StepKV) -> Tensor:
-        """One step over a ragged batch. Returns hidden states [T, hidden] after the last norm."""
+        """One step over a ragged batch. Returns hidden states [R, hidden] after the last norm, of `step.read_rows`."""
         kernels = step.kernels
         x = self._embedded(step.token_ids)
         ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
         whole, plain = self._whole(kernels, len(x)), kv.plain()
         if whole is not None and plain is not None:
-            return whole.run(x, plain, tuple(ropes.values()), self._rope_of)
+            return whole.run(x, plain, tuple(ropes.values()), self._rope_of, step.read_rows)
         for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
             x = layer(x, kernels, kv.layer(index), ropes[kind])
-        return kernels.rms_norm(x, self._norm, self.eps)
+        return self.last_norm(x, step)
+
+    def last_norm(self, x: Tensor, step: StepInputs) -> Tensor:
+        """x [T, hidden] after the layers -> [R, hidden], those rows that are read."""
+        return step.kernels.rms_norm(x if step.read_rows is None else x[step.read_rows], self._norm, self.eps)
 
     def forward_layers(self, x: Tensor | None, step: StepInputs, kv: StepKV, layers: range) -> Tensor:
         """A part of `forward`, the same bits: x [T, hidden] as the part before gave it, None before layer 0. Goes

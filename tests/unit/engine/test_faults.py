@@ -142,7 +142,8 @@ def break_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def marked(inputs: Any, kv: Any) -> Tensor:
         hidden = forward(inputs, kv).clone()
-        hidden[inputs.token_ids == TOKEN] = torch.inf
+        marked = inputs.token_ids == TOKEN
+        hidden[marked if inputs.read_rows is None else marked[inputs.read_rows]] = torch.inf
         return hidden
 
     def logits_or_break(hidden: Tensor) -> Tensor:

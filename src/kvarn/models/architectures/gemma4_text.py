@@ -102,7 +102,7 @@ class Gemma4(Gemma3):
         for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
             assert isinstance(layer, Gemma4Layer)
             x = layer(x, kernels, kv.layer(index), ropes[kind], None if own is None else own[:, index])
-        return kernels.rms_norm(x, self._norm, self.eps)
+        return self.last_norm(x, step)
 
     def _own_inputs(self, token_ids: Tensor, x: Tensor, kernels: Backend) -> Tensor:
         """[T, layers, P]: what the tokens are, and what their embeddings say."""
