@@ -219,6 +219,18 @@ def test_any_chunking_equals_whole_prefill(name: str, variant: str, chunks: list
     assert (torch.cat(pieces) - pair.expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("name", "variant"), EVERY_CASE)
+@pytest.mark.parametrize("cuts", [[1], [1, 2], [2]], ids=str)
+def test_layers_in_parts_equal_the_whole(name: str, variant: str, cuts: list[int], pairs: Any) -> None:
+    pair = pairs(name, variant)
+    caches = ListOfBlocks(pair.ours, 1, LENGTH), ListOfBlocks(pair.ours, 1, LENGTH)
+    for ids in pair.ids.split(LENGTH // 2):
+        whole, parts = (
+            run(pair.ours, c, [(0, ids)], {0: LENGTH}, at) for c, at in zip(caches, (None, cuts), strict=True)
+        )
+        assert torch.equal(whole, parts)
+
+
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_alone_equals_in_a_batch_of_17(name: str, pairs: Any) -> None:
     pair = pairs(name, next(iter(CASES[name])))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -94,13 +96,24 @@ class LayerView:
 
 
 def run(
-    model: CausalLM, cache: ListOfBlocks, rows: list[tuple[int, Tensor]], spans: dict[int, int] | None = None
+    model: CausalLM,
+    cache: ListOfBlocks,
+    rows: list[tuple[int, Tensor]],
+    spans: dict[int, int] | None = None,
+    cuts: Sequence[int] | None = None,
 ) -> Tensor:
-    """Logits of every row of one step. rows: (sequence, its new ids); spans: each sequence's final length."""
+    """Logits of every row of one step. rows: (sequence, its new ids); spans: each sequence's final length; cuts: the
+    layers before which the step is interrupted, None: it goes through all of them in one call."""
     kv = cache.step([(sequence, len(ids)) for sequence, ids in rows])
     span = None
     if spans:
         span = torch.cat([torch.full((len(ids),), spans[sequence]) for sequence, ids in rows])
     step = StepInputs(torch.cat([ids for _, ids in rows]), kv.positions, cache.backend, span)
     with torch.inference_mode():
-        return model.logits(model.forward(step, kv))
+        if cuts is None:
+            return model.logits(model.forward(step, kv))
+        x = None
+        for begin, end in pairwise((0, *cuts, len(model.layers))):
+            x = model.forward_layers(x, step, kv, range(begin, end))
+        assert x is not None
+        return model.logits(x)

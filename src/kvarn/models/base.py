@@ -70,30 +70,31 @@ class CausalLM:
 
     def forward(self, step: StepInputs, kv: StepKV) -> Tensor:
         """One step over a ragged batch. Returns hidden states [R, hidden] after the last norm, of `step.read_rows`."""
-        kernels = step.kernels
-        x = self._embedded(step.token_ids)
-        ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
-        whole, plain = self._whole(kernels, len(x)), kv.plain()
-        if whole is not None and plain is not None:
-            return whole.run(x, plain, tuple(ropes.values()), self._rope_of, step.read_rows)
-        for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
-            x = layer(x, kernels, kv.layer(index), ropes[kind])
-        return self.last_norm(x, step)
-
-    def last_norm(self, x: Tensor, step: StepInputs) -> Tensor:
-        """x [T, hidden] after the layers -> [R, hidden], those rows that are read."""
-        return step.kernels.rms_norm(x if step.read_rows is None else x[step.read_rows], self._norm, self.eps)
+        whole, plain = self._whole(step.kernels, len(step.token_ids)), kv.plain()
+        if whole is None or plain is None:
+            return self.forward_layers(None, step, kv, range(len(self._decoder)))
+        ropes = tuple(self._turned(step).values())
+        return whole.run(self._embedded(step.token_ids), plain, ropes, self._rope_of, step.read_rows)
 
     def forward_layers(self, x: Tensor | None, step: StepInputs, kv: StepKV, layers: range) -> Tensor:
         """A part of `forward`, the same bits: x [T, hidden] as the part before gave it, None before layer 0. Goes
-        through these layers one by one; the last norm comes with the last one."""
-        kernels = step.kernels
+        through these layers one by one; the last norm comes with the last one, and then [R, hidden] is returned."""
+        ropes = self._turned(step)
         if x is None:
             x = self._embedded(step.token_ids)
-        ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
         for index in layers:
-            x = self._decoder[index](x, kernels, kv.layer(index), ropes[self._rope_kinds[index]])
-        return kernels.rms_norm(x, self._norm, self.eps) if layers.stop == len(self._decoder) else x
+            x = self._decoder[index](x, step.kernels, kv.layer(index), ropes[self._rope_kinds[index]])
+        return self._after(layers, x, step)
+
+    def _after(self, layers: range, x: Tensor, step: StepInputs) -> Tensor:
+        """x [T, hidden] after these layers; where they are the last ones, normed, and only the rows that are read."""
+        if layers.stop < len(self._decoder):
+            return x
+        return step.kernels.rms_norm(x if step.read_rows is None else x[step.read_rows], self._norm, self.eps)
+
+    def _turned(self, step: StepInputs) -> dict[str | None, Rope]:
+        """The step's rotations, by kind."""
+        return {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         x = self._embedding.rows(token_ids)

@@ -93,16 +93,17 @@ class Gemma4(Gemma3):
             self._own_projection = self.product("model.per_layer_model_projection", wide)
             self._own_norm = self.norm("model.per_layer_projection_norm.weight", self._own_size)
 
-    def forward(self, step: StepInputs, kv: StepKV) -> Tensor:
-        """See `CausalLM.forward`; each layer gets its slice of the per-layer inputs too."""
-        kernels = step.kernels
-        x = self._embedding.rows(step.token_ids) * self.embedding_scale()
-        own = self._own_inputs(step.token_ids, x, kernels) if self._own_size else None
-        ropes = {kind: rope(step.positions, step.span_tokens) for kind, rope in self._ropes.items()}
-        for index, (layer, kind) in enumerate(zip(self._decoder, self._rope_kinds, strict=True)):
+    def forward_layers(self, x: Tensor | None, step: StepInputs, kv: StepKV, layers: range) -> Tensor:
+        """See `CausalLM.forward_layers`; each layer gets its slice of the per-layer inputs too."""
+        kernels, ropes, embedded = step.kernels, self._turned(step), self._embedded(step.token_ids)
+        own = self._own_inputs(step.token_ids, embedded, kernels) if self._own_size else None
+        x = embedded if x is None else x
+        for index in layers:
+            layer = self._decoder[index]
             assert isinstance(layer, Gemma4Layer)
-            x = layer(x, kernels, kv.layer(index), ropes[kind], None if own is None else own[:, index])
-        return self.last_norm(x, step)
+            rope = ropes[self._rope_kinds[index]]
+            x = layer(x, kernels, kv.layer(index), rope, None if own is None else own[:, index])
+        return self._after(layers, x, step)
 
     def _own_inputs(self, token_ids: Tensor, x: Tensor, kernels: Backend) -> Tensor:
         """[T, layers, P]: what the tokens are, and what their embeddings say."""
