@@ -113,6 +113,7 @@ class Engine:
             replayed_tokens=replayed_tokens,
             by_layers=policy is None or not policy.signals,
             stepwise=policy is not None and policy.decides,
+            token_by_token=policy is not None and policy.rewrites and any(g.home for g in self.cache.plan.groups),
             block_tokens=self.cache.plan.block_size,
             patient=patient,
         )

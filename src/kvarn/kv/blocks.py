@@ -7,6 +7,7 @@ all of its rows are treated alike here, as arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -156,6 +157,20 @@ class GroupBlocks:
             self.tables.fill[row + offset] += tokens
             self._empty(np.arange(block * self.block_size + tokens, (block + 1) * self.block_size))
         self.open_columns += len(taken)
+
+    def scratch(self, n_blocks: int) -> tuple[BlockPool, PoolView]:
+        """Open blocks beside the pool, all taken, for numbers on their way into another format. So what is encoded
+        never needs a free block of the pool itself."""
+        ledger, view = BlockPool(n_blocks, self.block_size), self.views[OPEN]
+        ledger.take(n_blocks)
+
+        def like(tensor: torch.Tensor) -> torch.Tensor:
+            axes = (1 if tensor.stride(axis) == 0 else tensor.shape[axis] for axis in (1, 2))
+            made = torch.empty((n_blocks, *axes, *tensor.shape[3:]), dtype=tensor.dtype, device=tensor.device)
+            return made.expand(n_blocks, *tensor.shape[1:])
+
+        k, v = (tuple(map(like, side)) for side in (view.k, view.v))
+        return ledger, replace(view, k=k, v=v, positions=torch.from_numpy(ledger.positions))
 
     def reserve_run(self, row: int, blocks: int) -> bool:
         """Take `blocks` consecutive blocks for a new row (contiguous baseline)."""

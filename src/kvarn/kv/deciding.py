@@ -3,19 +3,20 @@ that a decision can be logged and replayed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvarn.core.events import BlocksDropped, BlocksSealed, BlocksTaken, Event
-from kvarn.kv.demotion import encode_demoted, insert
-from kvarn.kv.eviction import drop_blocks, keep_places
+from kvarn.kv.demotion import blocks_wanted, encode_demoted, insert
+from kvarn.kv.eviction import drop_blocks, keep_places, shared_that_change
 from kvarn.kv.governing import check_rotation, governed
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.policies.base import Decision, GroupView, KVPolicy, SequenceView, Signal
 from kvarn.kv.reading import group_view
 from kvarn.kv.state import SequenceState
-from kvarn.kv.turning import Turn, turn_first_blocks
+from kvarn.kv.turning import Turn, shared_first_blocks, turn_first_blocks
 
 
 class Deciding:
@@ -75,22 +76,41 @@ class Deciding:
         mine = [g for g in self._groups if governed(g.spec)]
         return sum(g.pool_block_bytes[g.home] * g.rows_per_seq // g.block_size for g in mine)
 
-    def apply(self, state: SequenceState, decision: Decision) -> bool:
-        """Act on a decision. False, and no more is changed, where a shared block had to be copied and none is free."""
+    def wants(self, state: SequenceState, decision: Decision) -> dict[tuple[int, int], int]:
+        """By group and pool: the free blocks that acting on a decision takes: for what moves there, and for copies of
+        blocks that others hold too. Raises ValueError where it is no decision over this sequence."""
+        self._check_shapes(state, decision)
+        found: Counter[tuple[int, int]] = Counter()
+        whole = state.policy is not None and not state.policy.rewrites
+        demote = decision.demote or (None,) * len(self._groups)
+        for index, (keep, to) in enumerate(zip(decision.keep, demote, strict=True)):
+            group, row = self._groups[index], state.rows[index]
+            if keep is not None and to is not None:
+                found.update({(index, pool): n for pool, n in blocks_wanted(group, to).items()})
+                keep = keep & (to <= 0)
+            if keep is not None and (to is not None or not whole):
+                found.update((index, pool) for pool, _, _ in shared_that_change(group, row, keep))
+        for index, tokens in enumerate(decision.turn):
+            if tokens:
+                shared = shared_first_blocks(self._groups[index], state.rows[index], decision.first_blocks)
+                found.update((index, pool) for pool, _, _ in shared)
+        return {place: n for place, n in found.items() if n}
+
+    def apply(self, state: SequenceState, decision: Decision) -> None:
+        """Act on a decision; the caller made sure that what it `wants` is free."""
         self._check_shapes(state, decision)
         for group in self._groups:
             group.settle_mass()
         demote = decision.demote or (None,) * len(self._groups)
         for index, (keep, to) in enumerate(zip(decision.keep, demote, strict=True)):
-            if keep is not None and not self._keep(state, index, keep, to, decision.note):
-                return False
+            if keep is not None:
+                self._keep(state, index, keep, to, decision.note)
         for index, columns in enumerate(decision.seal):
             if columns is not None:
                 self._seal(state, index, columns, decision.seal_into[index])
         for index, tokens in enumerate(decision.turn):
             if tokens:
                 self._turn(state, index, decision.first_blocks, tokens)
-        return True
 
     def _check_shapes(self, state: SequenceState, decision: Decision) -> None:
         """Raises ValueError for a decision over other places than the sequence has: a policy's mistake must not reach
@@ -104,17 +124,15 @@ class Deciding:
                 if array is not None and array.shape != wanted:
                     raise ValueError(f"a decision over places {array.shape}; the sequence has {wanted}")
 
-    def _keep(self, state: SequenceState, index: int, keep: np.ndarray, to: np.ndarray | None, note: str) -> bool:
-        """Drop what is not kept of one group, and move what is to be moved. False where blocks are missing."""
+    def _keep(self, state: SequenceState, index: int, keep: np.ndarray, to: np.ndarray | None, note: str) -> None:
+        """Drop what is not kept of one group, and move what is to be moved."""
         if to is not None:
-            return self._demote(state, index, keep, to, note)
+            self._demote(state, index, keep, to, note)
+            return
         group, row = self._groups[index], state.rows[index]
         whole = state.policy is not None and not state.policy.rewrites
         gone = drop_blocks(group, row, keep) if whole else keep_places(group, row, keep)
-        if gone is None:
-            return False
         self._tell_dropped(state, index, gone, note)
-        return True
 
     def _seal(self, state: SequenceState, index: int, columns: np.ndarray, pool: int) -> None:
         source, target = self._groups[index].seals.seal_columns(state.rows[index], columns, pool)
@@ -124,30 +142,26 @@ class Deciding:
     def _tell_dropped(self, state: SequenceState, index: int, gone: list[tuple[int, int]], note: str) -> None:
         self._emit(BlocksDropped(state.seq_id, index, tuple(b for _, b in gone), note, tuple(p for p, _ in gone)))
 
-    def _demote(self, state: SequenceState, index: int, keep: np.ndarray, to: np.ndarray, note: str) -> bool:
-        """Move some kept places of one group into other pools, drop those not kept. False where blocks are missing."""
+    def _demote(self, state: SequenceState, index: int, keep: np.ndarray, to: np.ndarray, note: str) -> None:
+        """Move some kept places of one group into other pools, drop those not kept."""
         group, row = self._groups[index], state.rows[index]
         view = group_view(group, row, state.length, None)
         numbers = view.keys(), view.values()
         made = encode_demoted(group, row, to, view.positions, numbers)
-        if made is None:
-            return False
         mass = {i: _mass_of(view, m.row - row, to[m.row - row] == m.pool, group.block_size) for i, m in enumerate(made)}
         gone = keep_places(group, row, keep & (to <= 0))
-        assert gone is not None, "a sequence whose tokens are demoted owns its blocks"
         insert(group, made, mass)
         for new in made:
             self._emit(BlocksTaken(state.seq_id, index, new.pool, new.blocks))
         self._tell_dropped(state, index, gone, note)
-        return True
 
     def _turn(self, state: SequenceState, index: int, blocks: int, tokens: int) -> None:
-        """Turn the first blocks of one group; where no block is free for a copy, the next decision does."""
+        """Turn the first blocks of one group."""
         turn = self._turns[index]
         assert turn is not None, "the policy was checked for it"
         before = state.written.get(index)
-        if made := turn_first_blocks(self._groups[index], state.rows[index], blocks, tokens, turn, before):
-            state.written[index] = made
+        made = turn_first_blocks(self._groups[index], state.rows[index], blocks, tokens, turn, before)
+        state.written[index] = made
 
 
 def _mass_of(view: GroupView, row: int, moved: np.ndarray, block_size: int) -> np.ndarray:

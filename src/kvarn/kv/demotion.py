@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvarn.kv.group import CacheGroup
-from kvarn.kv.table import OPEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +25,10 @@ class Demoted:
 
 def encode_demoted(
     group: CacheGroup, row: int, to: np.ndarray, positions: np.ndarray, numbers: tuple[Tensor, Tensor]
-) -> list[Demoted] | None:
+) -> list[Demoted]:
     """Encode the places of each row whose `to` [R, S] is a pool above OPEN: whole blocks of them, in the order of the
-    text. numbers: keys [R, S, D] and values [R, S, E] float32. None (and nothing changed) where blocks are missing."""
+    text. numbers: keys [R, S, D] and values [R, S, E] float32. The caller made sure that `blocks_wanted` are free."""
     size = group.block_size
-    for pool in range(1, len(group.pools)):
-        if int((to == pool).sum()) // size > group.pools[pool].free_blocks:
-            return None
-    most = max((int((to[r] == p).sum()) for r in range(len(to)) for p in range(1, len(group.pools))), default=0)
-    if most // size > group.pools[OPEN].free_blocks:
-        return None
     made: list[Demoted] = []
     for offset in range(len(to)):
         for pool in range(1, len(group.pools)):
@@ -48,25 +41,23 @@ def encode_demoted(
     return made
 
 
+def blocks_wanted(group: CacheGroup, to: np.ndarray) -> dict[int, int]:
+    """By pool: the blocks that encode_demoted takes."""
+    return {pool: int((to == pool).sum()) // group.block_size for pool in range(1, len(group.pools))}
+
+
 def _encode(group: CacheGroup, pool: int, positions: np.ndarray, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """New blocks of `pool` that hold k [n, D] and v [n, E], by way of as many free open blocks."""
-    size, ledger = group.block_size, group.pools[OPEN]
+    """New blocks of `pool` that hold k [n, D] and v [n, E]."""
+    size = group.block_size
     n = len(positions) // size
-    scratch, targets = ledger.take(n), group.pools[pool].take(n)
-    assert scratch is not None and targets is not None, "asked for room before"
-    group.views[OPEN].k[0][:, 0, 0].index_copy_(
-        0, torch.tensor(scratch), k.view(n, size, -1).transpose(1, 2).to(group.views[OPEN].k[0].dtype)
-    )
-    group.views[OPEN].v[0][:, 0, 0].index_copy_(
-        0, torch.tensor(scratch), v.view(n, size, -1).to(group.views[OPEN].v[0].dtype)
-    )
-    slots = np.asarray(scratch)[:, None] * size + np.arange(size)
-    ledger.fill(slots, positions.reshape(n, size))
-    group.backend.seal(group.views[OPEN], torch.tensor(scratch), group.views[pool], torch.tensor(targets))
-    group.pools[pool].adopt(ledger, scratch, targets)
-    freed = ledger.give_back(scratch)
-    if group.poison:
-        group.stores[OPEN].poison(freed)
+    targets = group.pools[pool].take(n)
+    assert targets is not None, "took without asking for room first"
+    ledger, view = group.scratch(n)
+    view.k[0][:, 0, 0].copy_(k.view(n, size, -1).transpose(1, 2))
+    view.v[0][:, 0, 0].copy_(v.view(n, size, -1))
+    ledger.fill(np.arange(n * size), positions)
+    group.backend.seal(view, torch.arange(n), group.views[pool], torch.tensor(targets))
+    group.pools[pool].adopt(ledger, range(n), targets)
     return tuple(targets)
 
 

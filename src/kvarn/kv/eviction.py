@@ -18,11 +18,10 @@ from kvarn.kv.table import OPEN
 Gone = list[tuple[int, int]]  # (pool, block)
 
 
-def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> Gone | None:
-    """Of the sequence whose first row is `row`, keep the places of keep [R, S] bool. Returns the blocks given back, or
-    None (and nothing changed) where a shared block would have to be copied and no block is free."""
-    if not _own_changed_blocks(group, row, keep):
-        return None
+def keep_places(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:
+    """Of the sequence whose first row is `row`, keep the places of keep [R, S] bool. Returns the blocks given back. The
+    caller made sure that copies of the blocks in `shared_that_change` fit."""
+    group.own_blocks(shared_that_change(group, row, keep))
     moves: list[tuple[int, np.ndarray, np.ndarray]] = []
     dropped: list[tuple[int, np.ndarray]] = []
     for offset in range(group.rows_per_seq):
@@ -133,20 +132,17 @@ def _shorten(group: CacheGroup, row: int, keep: np.ndarray) -> Gone:
     return gone
 
 
-def _own_changed_blocks(group: CacheGroup, row: int, keep: np.ndarray) -> bool:
-    """Blocks that stay but change must be this sequence's alone; False where copies do not fit."""
-    shared: list[tuple[int, int, int]] = []  # (pool, row, column)
+def shared_that_change(group: CacheGroup, row: int, keep: np.ndarray) -> list[tuple[int, int, int]]:
+    """(pool, row, column) of the blocks that stay but change, and that others hold too: they must become the
+    sequence's own first."""
+    shared: list[tuple[int, int, int]] = []
     for offset in range(group.rows_per_seq):
         each = row + offset
         for pool, begin, end in _regions(group, each):
             for column in _changed_columns(group, pool, begin, end, keep[offset]):
                 if group.pools[pool].refs[group.tables.block[each, column]] > 1:
                     shared.append((pool, each, column))
-    for pool in range(len(group.pools)):
-        if sum(p == pool for p, _, _ in shared) > group.pools[pool].free_blocks:
-            return False
-    group.own_blocks(shared)
-    return True
+    return shared
 
 
 def _changed_columns(group: CacheGroup, pool: int, begin: int, end: int, keep: np.ndarray) -> list[int]:

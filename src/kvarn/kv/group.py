@@ -113,8 +113,13 @@ class CacheGroup(GroupBlocks):
         sealed one later; some have one already that a step under way set aside."""
         short = {OPEN: want - self.pools[OPEN].free_blocks}
         if self.home != OPEN:
-            short[SEALED] = want - (self.pools[SEALED].free_blocks + self.seals.n_promised - self.open_columns)
+            short[SEALED] = want - (self.pools[SEALED].free_blocks - self.owed_blocks)
         return {pool: n for pool, n in short.items() if n > 0}
+
+    @property
+    def owed_blocks(self) -> int:
+        """Free blocks of the pool where blocks come to rest that open ones will take."""
+        return 0 if self.home == OPEN else self.open_columns - self.seals.n_promised
 
     def take(self, row: int, new_tokens: int) -> tuple[int, ...]:
         """Take what blocks_wanted says; the caller made sure that it is there. Returns the new blocks."""

@@ -7,6 +7,7 @@ operands) -> the model runs -> `commit` each sequence (what counts, stays) or `a
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -130,8 +131,11 @@ class CacheManager:
         return None
 
     def extend(self, seq_id: int, to_tokens: int) -> NoRoom | None:
-        """Make slots for logical tokens [0, to_tokens) exist. All or nothing, over all groups."""
+        """Make slots for logical tokens [0, to_tokens) exist. All or nothing, over all groups. What a policy decided
+        and found no blocks for is done first."""
         state = self.sequences[seq_id]
+        if short := self._act(state):
+            return short
         if to_tokens <= state.reserved:
             return None
         new = to_tokens - state.length
@@ -190,10 +194,10 @@ class CacheManager:
     def _own_all(self, state: SequenceState) -> bool:
         """Give the sequence copies of all its blocks; False where they do not fit."""
         shared = [g.shared_places(r) for g, r in zip(self.groups, state.rows, strict=True)]
+        wants = Counter((index, pool) for index, places in enumerate(shared) for pool, _, _ in places)
+        if self._room.short_by(wants, self._settling):
+            return False
         for group, places in zip(self.groups, shared, strict=True):
-            for pool in range(len(group.pools)):
-                if sum(p == pool for p, _, _ in places) > group.pools[pool].free_blocks:
-                    return False
             group.own_blocks(places)
         return True
 
@@ -276,11 +280,28 @@ class CacheManager:
         self.sequences[seq_id].reread = tuple(np.concatenate(w, axis=1) if w else None for w in joined)
 
     def apply(self, seq_id: int, decision: Decision) -> bool:
-        """Act on a decision. False, and no more is changed, where a shared block had to be copied and none is free."""
+        """Act on a decision. False, and nothing is changed, where blocks are missing: then the next `extend` does it
+        first, or says how many are."""
         state = self.sequences[seq_id]
-        done = self._deciding.apply(state, decision)
+        state.decision = decision
+        return self._act(state) is None
+
+    def _act(self, state: SequenceState) -> NoRoom | None:
+        """Act on what the sequence's policy decided; NoRoom, and nothing is changed, where that takes blocks that are
+        not there, not even after evicting what only the prefix index holds."""
+        if (decision := state.decision) is None:
+            return None
+        while wants := self._deciding.wants(state, decision):
+            short = self._room.short_by(wants, self._settling)
+            if not short:
+                break
+            if not self._room.evict_for(short):
+                (index, _), missing = next(iter(short.items()))
+                return NoRoom(missing, f"{self.groups[index].describe(index)}, for what its policy decided")
+        self._deciding.apply(state, decision)
+        state.decision = None
         self._note_slots(state)
-        return done
+        return None
 
     def prefix_roles(self, policy: KVPolicy | None) -> tuple[bool, bool]:
         """Whether the prompts of sequences with this policy are looked up, and whether others find their full blocks

@@ -3,13 +3,14 @@ holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvarn.core.events import Event, PrefixEvicted
 from kvarn.core.ledger import NoRoom
 from kvarn.core.options import CachePlan
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.prefix import Match
+from kvarn.kv.settling_room import SettlingRoom
 from kvarn.kv.sharing import PrefixSharing
 
 
@@ -73,6 +74,26 @@ class Room:
             if left := self.groups[index].short_by(want):
                 return NoRoom(max(left.values()), self.groups[index].describe(index))
         return None
+
+    def short_by(self, wants: Mapping[tuple[int, int], int], settling: SettlingRoom) -> dict[tuple[int, int], int]:
+        """For each group and pool that lacks some of the wanted blocks: how many. What others will settle in, or seal,
+        is not free."""
+        short: dict[tuple[int, int], int] = {}
+        for (index, pool), want in wants.items():
+            group = self.groups[index]
+            owed = group.owed_blocks if pool == group.home else settling.owed(index, pool)
+            if (missing := want + owed - group.pools[pool].free_blocks) > 0:
+                short[index, pool] = missing
+        return short
+
+    def evict_for(self, short: Mapping[tuple[int, int], int]) -> bool:
+        """Evict what only the prefix index holds for these groups and pools. False where there is nothing."""
+        gone = []
+        for (index, pool), missing in short.items():
+            gone += self.prefixes.make_room(index, pool, missing) if self.prefixes else ()
+        for each in gone:
+            self._emit(PrefixEvicted(-1, len(each.blocks), str(each)))
+        return bool(gone)
 
     def no_slot(self) -> NoRoom:
         """As many sequences are here as may be."""

@@ -44,6 +44,10 @@ class SettlingRoom:
                     return NoRoom(missing, f"{group.describe(index)}, {name}")
         return None
 
+    def owed(self, index: int, pool: int) -> int:
+        """Blocks of a further pool that open ones of the group will settle in."""
+        return self._owed(index, self._groups[index].views[pool].format.name) if pool > self._groups[index].home else 0
+
     def _owed(self, index: int, name: str) -> int:
         """Open blocks of the group that will settle in this format."""
         mine = [s for s in self._sequences.values() if s.policy is not None and s.policy.settles_in == name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvarn.kv.moments import QueryMoments
-from kvarn.kv.policies.base import KVPolicy
+from kvarn.kv.policies.base import Decision, KVPolicy
 from kvarn.kv.prefix_node import Node
 from kvarn.kv.prefix_why import Why
 from kvarn.kv.signals import QueryRing
@@ -22,8 +22,9 @@ class SequenceState:
     was asked last, -1 before that; written: of each group whose first blocks were turned, how they were written;
     reread: for each group, the weights that reading the text again gave its tokens [R, n], once that was done;
     filled: the last step filled a block; grown: tokens that it brought. place: where it stands in the prefix index,
-    None where it has no part in it; indexed: its blocks that the index knows. prefix_why: why its
-    prefix lookup ended where it did.
+    None where it has no part in it; indexed: its blocks that the index knows. decision: what
+    its policy decided and found no free blocks for; it must be acted on before another token is computed.
+    prefix_why: why its prefix lookup ended where it did.
     """
 
     seq_id: int
@@ -42,6 +43,7 @@ class SequenceState:
     grown: int = 0
     place: Node | None = None
     indexed: int = 0
+    decision: Decision | None = None
     prefix_why: Why | None = None
 
     @property

@@ -32,22 +32,28 @@ class Written:
 
 def turn_first_blocks(
     group: CacheGroup, row: int, blocks: int, tokens: int, turn: Turn, written: Written | None
-) -> Written | None:
+) -> Written:
     """Turn the keys of the first `blocks` blocks of each row by `tokens` positions from how they were written. Returns
-    that, or None (and nothing changed) where a block must be copied and none is free."""
-    rows = range(row, row + group.rows_per_seq)
-    places = [(int(group.tables.pool[r, c]), r, c) for r in rows for c in range(blocks)]
-    shared = [p for p in places if group.pools[p[0]].refs[group.tables.block[p[1], p[2]]] > 1]
-    for index, pool in enumerate(group.pools):
-        if sum(p == index for p, _, _ in shared) + (index == OPEN) > pool.free_blocks:
-            return None
-    group.own_blocks(shared)
+    that. The caller made sure that copies of the blocks in `shared_first_blocks` fit."""
+    places = _first_blocks(group, row, blocks)
+    group.own_blocks(shared_first_blocks(group, row, blocks))
     written = written or _read(group, places, blocks)
     rope = turn(torch.tensor([tokens]))
     k = _turned(written.k, rope).flatten(0, 1)
     for at, (pool, each, column) in enumerate(places):
         _write(group, pool, int(group.tables.block[each, column]), k[at], written.v.flatten(0, 1)[at])
     return written
+
+
+def shared_first_blocks(group: CacheGroup, row: int, blocks: int) -> list[tuple[int, int, int]]:
+    """(pool, row, column) of those of the first blocks that others hold too."""
+    places = _first_blocks(group, row, blocks)
+    return [p for p in places if group.pools[p[0]].refs[group.tables.block[p[1], p[2]]] > 1]
+
+
+def _first_blocks(group: CacheGroup, row: int, blocks: int) -> list[tuple[int, int, int]]:
+    rows = range(row, row + group.rows_per_seq)
+    return [(int(group.tables.pool[r, c]), r, c) for r in rows for c in range(blocks)]
 
 
 def _read(group: CacheGroup, places: list[tuple[int, int, int]], blocks: int) -> Written:
@@ -68,21 +74,17 @@ def _turned(k: Tensor, rope: Rope) -> Tensor:
 
 
 def _write(group: CacheGroup, pool: int, block: int, k: Tensor, v: Tensor) -> None:
-    """Write one block's numbers, k [L, H, D, B] and v [L, H, B, E]; a sealed one by way of a free open block."""
-    target, ledger = block, group.pools[OPEN]
+    """Write one block's numbers, k [L, H, D, B] and v [L, H, B, E]; a sealed one is encoded anew."""
+    target, view = block, group.views[OPEN]
     if pool != OPEN:
-        taken = ledger.take(1)
-        assert taken is not None, "asked for room before"
-        (block,) = taken
-        ledger.adopt(group.pools[pool], [target], [block])
-    for stored, numbers in zip((group.views[OPEN].k[0], group.views[OPEN].v[0]), (k, v), strict=True):
+        ledger, view = group.scratch(1)
+        ledger.adopt(group.pools[pool], [target], [0])
+        block = 0
+    for stored, numbers in zip((view.k[0], view.v[0]), (k, v), strict=True):
         into = stored[block]
         for axis in (0, 1):  # where a block has no layer or head axis, all of them are one
             if into.stride(axis) == 0:
                 into, numbers = into.narrow(axis, 0, 1), numbers.narrow(axis, 0, 1)
         into.copy_(numbers)
     if pool != OPEN:
-        group.backend.seal(group.views[OPEN], torch.tensor([block]), group.views[pool], torch.tensor([target]))
-        freed = ledger.give_back([block])
-        if group.poison:
-            group.stores[OPEN].poison(freed)
+        group.backend.seal(view, torch.tensor([0]), group.views[pool], torch.tensor([target]))
