@@ -14,11 +14,12 @@ from kvarn.core.requests import CompletionTrace, Delta, RequestOutput, SamplingP
 from kvarn.engine.computing import Cache, Computing, Place, RowResult
 from kvarn.engine.guide import Guide
 from kvarn.engine.request import CompletionState, RequestState, Watch
-from kvarn.engine.rereading import read_again_where_due
+from kvarn.engine.rereading import Reading, read_again_where_due
 from kvarn.engine.scheduler import Scheduler
 from kvarn.engine.sequence import Entry
 from kvarn.engine.step_plan import Row, StepPlan
 from kvarn.engine.verify import Verifier, Watched
+from kvarn.kv.manager import CacheManager
 from kvarn.kv.policies.base import KVPolicy
 from kvarn.kv.settling import policy_for
 from kvarn.models.base import CausalLM
@@ -60,6 +61,7 @@ class Engine:
         self._clock, self.policy, self.verifier = clock, policy, verifier
         self._requests: dict[str, RequestState] = {}
         self._places: dict[int, Place] = {}
+        self._readings: dict[int, Reading] = {}
         self._next_seq_id = 0
         self._pending: list[Delta] = []
         self._failures: list[tuple[str, Exception]] = []
@@ -165,10 +167,15 @@ class Engine:
     def _end(self, state: RequestState, completion: CompletionState, reason: str, error: str | None = None) -> None:
         self._trace(completion)
         self.scheduler.cancel(completion.seq_id)
-        self._computing.forget(completion.seq_id)
+        self._forget(completion.seq_id)
         self._places.pop(completion.seq_id, None)
         self.cache.unassign(completion.seq_id)
         self._pending.append(state.end(completion, reason, error))
+
+    def _forget(self, seq_id: int) -> None:
+        """What was begun for it and is not in the cache."""
+        self._computing.forget(seq_id)
+        self._readings.pop(seq_id, None)
 
     @property
     def has_work(self) -> bool:
@@ -184,7 +191,7 @@ class Engine:
         begun = self._clock()
         plan = self.scheduler.schedule(begun)
         for preempted in plan.preempted:
-            self._computing.forget(preempted.seq_id)
+            self._forget(preempted.seq_id)
         for ended in plan.ended:
             if place := self._places.get(ended.seq_id):
                 self._end(place.request, place.completion, "error", str(ended))
@@ -192,16 +199,19 @@ class Engine:
             if place := self._places.get(admitted.seq_id):
                 place.request.started_s = begun if place.request.started_s is None else place.request.started_s
                 place.request.cached_tokens = max(place.request.cached_tokens, admitted.cached_tokens)
-        if plan.rows:
+        if plan.rows or plan.again:
             try:
                 self._compute(plan.rows)
+                self._read_again(plan.again)
             finally:
                 self._recount()
             if self.scheduler.pace is not None and not self._failures:
-                self.scheduler.pace.note(plan.rows, self._clock() - begun)
+                self.scheduler.pace.note((*plan.rows, *plan.again), self._clock() - begun)
         return self._result(plan, begun)
 
     def _compute(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
         results = self._computing.compute(rows)
         for result in results:
             if result.error is not None:
@@ -222,15 +232,35 @@ class Engine:
         self.cache.come_to_rest(seq_id)
         if seq_id in self._computing.miscounted:
             return
-        read_again_where_due(self.model, self.cache, seq_id, self.tokenizer)
+        if isinstance(self.cache, CacheManager) and self.cache.wants_rereading(seq_id):
+            if not self.scheduler.sequence(seq_id).children:
+                self._readings[seq_id] = reading = Reading(self.model, self.cache, seq_id, self.tokenizer)
+                self.scheduler.read_again(seq_id, reading.part_tokens)
+                return
+            # further completions fork from it in this step, after what its policy decided
+            read_again_where_due(self.model, self.cache, seq_id, self.tokenizer)
+        self._decide(seq_id)
+
+    def _decide(self, seq_id: int) -> None:
         if decision := self.cache.decide(seq_id):
             self.cache.apply(seq_id, decision)
+
+    def _read_again(self, rows: Sequence[Row]) -> None:
+        """Go on with texts that are read again; a policy decides when its text was read to the end."""
+        for row in rows:
+            if row.seq_id in self._readings:
+                self._guarded(row.seq_id, lambda r=row: self._read_part(r))
+
+    def _read_part(self, row: Row) -> None:
+        if self._readings[row.seq_id].go_on(None if row.complete or row.layers is None else row.layers.end):
+            del self._readings[row.seq_id]
+            self._decide(row.seq_id)
 
     def _recount(self) -> None:
         """Where attention mass counts what did not happen, the sequence is computed again."""
         for seq_id in self._computing.miscounted & self._places.keys():
             self.scheduler.restart(seq_id)
-            self._computing.forget(seq_id)
+            self._forget(seq_id)
         self._computing.miscounted.clear()
 
     def _guarded(self, seq_id: int, work: Callable[[], None]) -> None:
@@ -273,6 +303,7 @@ class Engine:
         for seq_id in reversed(seq_ids):
             if place := self._places.pop(seq_id, None):
                 self._trace(place.completion)
+            self._readings.pop(seq_id, None)
             self.scheduler.finish(seq_id)
             self.cache.unassign(seq_id)
 

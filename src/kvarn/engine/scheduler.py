@@ -45,7 +45,8 @@ class Scheduler(Sequences):
             self._wait(seq)
         watched = False
         for seq in self._running.copy():
-            if seq.phase is Phase.RUNNING and len(seq.tokens) - seq.computed_tokens == 1 and step.left_tokens:
+            decodes = len(seq.tokens) - seq.computed_tokens == 1 and not seq.again_tokens
+            if seq.phase is Phase.RUNNING and decodes and step.left_tokens:
                 self._give(seq, 1, step)
                 watched |= not seq.entry.patient
         if watched and step.rows and self.config.beside_decodes_tokens is not None:
@@ -102,6 +103,7 @@ class Scheduler(Sequences):
         self._stop(victim)
         if (row := step.rows.pop(victim.seq_id, None)) is not None:
             step.left_tokens += row.n_tokens
+        step.again.pop(victim.seq_id, None)
         times, limit = len(victim.preemptions) + 1, self.config.max_preemptions
         lost = victim.computed_tokens
         why = Preempted(victim.seq_id, for_seq.seq_id, lost, times, limit, step.now_s)
@@ -138,9 +140,10 @@ class Scheduler(Sequences):
         self._note_head(step)
 
     def _prompts(self, step: StepDraft) -> list[Sequence]:
-        """Running sequences with more than the next token to compute, and the first waiting ones."""
+        """Running sequences with more than the next token to compute or to read again, and the first waiting ones."""
         least = 0 if self.config.recompute_all else 1
-        running = [s for s in self._running if s.pending_tokens > least and s.seq_id not in step.rows]
+        more = (s for s in self._running if s.pending_tokens > least or s.again_tokens)
+        running = [s for s in more if s.seq_id not in step.rows]
         return running + self._waiting.heads()
 
     def _chunk(self, seq: Sequence, step: StepDraft) -> int:
@@ -163,7 +166,28 @@ class Scheduler(Sequences):
         long = seq.is_long(self.config.short_tokens)
         return min(step.left_tokens, step.allowance.tokens(seq.computed_tokens) if long else step.short_tokens)
 
+    def _read_again(self, seq: Sequence, step: StepDraft) -> None:
+        """A part of its text through all layers, or beside rows that decode through about as many as a prompt's tokens
+        would cost. It is a pass of its own, so a part may be longer than what is left of the step."""
+        every, begin, n_tokens = self.config.model_layers or 1, seq.again_layers, seq.again_tokens[0]
+        most = n_tokens if step.allowance is None else max(0, step.allowance.tokens(seq.computed_tokens))
+        layers = Layers(begin, min(every, begin - -every * most // n_tokens), every)
+        if layers.end == begin:
+            return
+        row = Row(seq.seq_id, seq.computed_tokens, n_tokens, False, (), layers)
+        step.again[seq.seq_id] = row
+        step.left_tokens -= min(n_tokens, step.left_tokens)
+        if step.allowance is not None:
+            step.allowance.spend(row.start, n_tokens, row.share)
+        seq.again_layers = 0 if row.complete else layers.end
+        if row.complete:
+            del seq.again_tokens[0]
+        self._turns.had(seq, step.now_s)
+
     def _take_turn(self, seq: Sequence, step: StepDraft) -> None:
+        if seq.again_tokens:
+            self._read_again(seq, step)
+            return
         layers = None
         if layered := seq.chunk_tokens or self._layered(seq, step):
             layers = self._layers(seq, layered, step)

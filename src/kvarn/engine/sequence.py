@@ -87,7 +87,8 @@ class Sequence:
     tokens: prompt and generated. computed_tokens of them stand in the cache; slots_tokens have slots.
     cached_tokens: found in the prefix index when first admitted. best_tokens: most ever computed (charged once).
     uncached_tokens: had to be computed when it was last admitted. chunk_tokens of what follows went through
-    chunk_layers of the layers so far (0 and 0: none).
+    chunk_layers of the layers so far (0 and 0: none). again_tokens: of the parts in which the model has still to read
+    its text again before it goes on, the first of which went through again_layers of the layers.
     level: its priority when it was admitted, with what waiting added. protected: it may not be preempted again.
     """
 
@@ -101,6 +102,8 @@ class Sequence:
     uncached_tokens: int = 0
     chunk_tokens: int = 0
     chunk_layers: int = 0
+    again_tokens: list[int] = field(default_factory=list)
+    again_layers: int = 0
     protected: bool = False
     level: int = 0
     parent_id: int | None = None

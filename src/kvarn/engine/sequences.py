@@ -98,6 +98,10 @@ class Sequences:
             seq.stand_at(seq.computed_tokens + n_computed)
         seq.tokens.extend(appended)
 
+    def read_again(self, seq_id: int, part_tokens: Tokens[int]) -> None:
+        """Before a running sequence goes on, the model reads its text again, in parts of so many tokens."""
+        self._seqs[seq_id].again_tokens.extend(part_tokens)
+
     def fork(self, child_id: int, appended: Tokens[int]) -> None:
         """Start a further completion with its first token, after `advance` of the row that named it and before the next
         `schedule` and the parent's `finish`. Without room for it, it waits and computes its prompt itself."""
@@ -169,4 +173,6 @@ class Sequences:
 
     def _stop(self, seq: Sequence) -> None:
         self._running.remove(seq)
+        seq.again_tokens.clear()
+        seq.again_layers = 0
         self._cache.release(seq.seq_id)

@@ -88,10 +88,12 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: rows, decodes first. Those in `ended` are gone; tell whoever asked. held: those that stand aside from
-    now on. head_wait: what holds up the first of the n_waiting."""
+    """One step: rows, decodes first. again: rows in which the model reads a text again, behind it, storing nothing.
+    Those in `ended` are gone; tell whoever asked. held: those that stand aside from now on. head_wait: what holds up
+    the first of the n_waiting."""
 
     rows: tuple[Row, ...]
+    again: tuple[Row, ...] = ()
     admitted: tuple[Admitted, ...] = ()
     preempted: tuple[Preempted, ...] = ()
     stalled: tuple[Stalled, ...] = ()
@@ -111,6 +113,7 @@ class StepDraft:
     short_tokens: int = 0
     allowance: Allowance | None = None
     rows: dict[int, Row] = field(default_factory=dict)
+    again: dict[int, Row] = field(default_factory=dict)
     admitted: list[Admitted] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
     stalled: list[Stalled] = field(default_factory=list)
@@ -126,6 +129,7 @@ class StepDraft:
     def done(self, n_waiting: int) -> StepPlan:
         return StepPlan(
             rows=tuple(self.rows.values()),
+            again=tuple(self.again.values()),
             admitted=tuple(self.admitted),
             preempted=tuple(self.preempted),
             stalled=tuple(self.stalled),

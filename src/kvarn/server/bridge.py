@@ -258,7 +258,7 @@ class EngineThread:
             return
         self._failed_steps = 0
         self._ahead.after_step()
-        if result.plan.rows or result.finished or result.deltas:
+        if result.plan.rows or result.plan.again or result.finished or result.deltas:
             self._progress_s = time.monotonic()
         else:
             time.sleep(PAUSE_S)

@@ -19,8 +19,9 @@ class KVzip(ScoredPolicy):
 
     Here: weights are those of the attention as it is computed, over the whole text; the authors normalise over the part
     that is repeated, to save time. Parts have 512 tokens, theirs 2,048. The text is read again once, before the first
-    decision, which takes about as long as its prefill, and the rest of the batch waits; while the answer grows, its
-    newest tokens go last. One budget holds for each cache group.
+    decision, which takes about as long as its prefill and goes through the scheduler's steps as a prompt does, so that
+    others decode meanwhile (in one go where several answers fork from one prompt); while the answer grows, its newest
+    tokens go last. One budget holds for each cache group.
     """
 
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RECONSTRUCTION})
