@@ -16,6 +16,7 @@ from kvarn.text import Tokenizer
 ADJECTIVES = ("amber", "bold", "calm", "dusty", "eager", "frozen", "gentle", "hollow", "ivory", "jolly")
 NOUNS = ("anchor", "barrel", "candle", "dagger", "engine", "feather", "garden", "hammer", "island", "jacket")
 HOPS = 2
+DEPTHS = 8
 ASKED = "\nQuestion: What is the number of the {key}?\nAnswer: The number of the {key} is"
 
 
@@ -23,11 +24,14 @@ ASKED = "\nQuestion: What is the number of the {key}?\nAnswer: The number of the
 class Recall(Task):
     """Key-value retrieval and variable tracking as in RULER (Hsieh et al. 2024, arXiv 2404.06654, section 3): `kv_`
     asks the number of one of many words, `vt_` the value of a variable that was assigned HOPS times onwards, with the
-    chain spread over prose. RULER asks for all variables of a value; one is asked here, so that a small model can."""
+    chain spread over prose. RULER asks for all variables of a value; one is asked here, so that a small model can.
+
+    RULER draws the places; here the line that holds the answer goes through DEPTHS evenly spaced ones, case by case, so
+    that a few cases do not hang on where chance put them."""
 
     shown: ClassVar[tuple[str, ...]] = ("kv_seen_logprob", "kv_unseen_logprob", "vt_seen_logprob", "vt_unseen_logprob")
     reads: ClassVar[tuple[str, ...]] = ("text", "lengths", "cases", "seed")
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     def context_tokens(self, settings: Settings, trained_tokens: int) -> int:
         return max(settings.lengths) + 1
@@ -46,40 +50,46 @@ def _cases(settings: Settings) -> int:
 
 
 def _each(
-    tokenizer: Tokenizer, settings: Settings, make: Callable[[Tokenizer, Settings, int, random.Random], Question]
+    tokenizer: Tokenizer, settings: Settings, make: Callable[[Tokenizer, Settings, int, float, random.Random], Question]
 ) -> Iterator[Question]:
     for length in settings.lengths:
-        for case in range(_cases(settings)):
-            yield make(tokenizer, settings, length, random.Random(f"{settings.seed} {length} {case}"))
+        for case, depth in enumerate(depths(_cases(settings))):
+            yield make(tokenizer, settings, length, depth, random.Random(f"{settings.seed} {length} {case}"))
 
 
-def key_value(tokenizer: Tokenizer, settings: Settings, length: int, rng: random.Random) -> Question:
-    """Pairs take half of the text, or all pairs that there are, and prose the rest; one pair is asked."""
+def depths(cases: int) -> list[float]:
+    """Where the answer stands in each case, 0 to 1: the middles of equal parts of the text, over and over."""
+    parts = min(cases, DEPTHS)
+    return [(case % parts + 0.5) / parts for case in range(cases)]
+
+
+def key_value(tokenizer: Tokenizer, settings: Settings, length: int, depth: float, rng: random.Random) -> Question:
+    """Pairs take half of the text, or all pairs that there are, and prose the rest; the pair at `depth` is asked."""
     keys = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
     rng.shuffle(keys)
     numbers = {key: rng.randrange(10_000, 100_000) for key in keys}
     lines = [f"\nThe number of the {key} is {numbers[key]}.\n" for key in keys]
     fit = length // (2 * max(len(plain(tokenizer, line)) for line in lines))
     lines = lines[: max(1, fit)]
-    asked = rng.choice(keys[: len(lines)])
+    asked = keys[int(depth * len(lines))]
     question, answer = answered(tokenizer, ASKED.format(key=asked), f" {numbers[asked]}")
     needles = [((i + 0.5) / len(lines), line) for i, line in enumerate(lines)]
     size = length - len(question) - len(answer)
-    return Question(haystack(tokenizer, settings.text, needles, size, rng), question, answer)
+    return Question(haystack(tokenizer, settings.text, needles, size, rng), question, answer, {"depth": depth})
 
 
-def tracking(tokenizer: Tokenizer, settings: Settings, length: int, rng: random.Random) -> Question:
-    """VAR A = 12345, VAR B = VAR A, ... spread over prose; the last one's value is asked."""
+def tracking(tokenizer: Tokenizer, settings: Settings, length: int, depth: float, rng: random.Random) -> Question:
+    """VAR A = 12345 at `depth`, VAR B = VAR A, ... spread over the prose behind it; the last one's value is asked."""
     names = ["".join(rng.sample(string.ascii_uppercase, 3)) for _ in range(HOPS + 1)]
     value = rng.randrange(10_000, 100_000)
     lines = [f"\nVAR {names[0]} = {value}.\n"]
     lines += [f"\nVAR {b} = VAR {a}.\n" for a, b in itertools.pairwise(names)]
-    places = sorted(rng.uniform(0.0, 0.95) for _ in lines)
+    places = [depth, *sorted(rng.uniform(depth, 1.0) for _ in lines[1:])]
     asked = f"\nQuestion: What is the value of VAR {names[-1]}?\nAnswer: VAR {names[-1]} ="
     question, answer = answered(tokenizer, asked, f" {value}")
     size = length - len(question) - len(answer)
     context = haystack(tokenizer, settings.text, list(zip(places, lines, strict=True)), size, rng)
-    return Question(context, question, answer)
+    return Question(context, question, answer, {"depth": depth})
 
 
 TASK = Recall()
