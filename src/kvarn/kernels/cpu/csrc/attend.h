@@ -99,7 +99,7 @@ inline void attend_split(const Step& s, const AttendCall& c, const Shape& h, con
 
 inline void merge(const Shape& h, int rows, const Partial& total, const Partial& part) {
   for (int r = 0; r < rows; r++) {
-    if (part.peak[r] == -__builtin_inff()) continue;
+    if (part.sum[r] == 0.0f) continue;  // nothing seen; a NaN goes on, whatever the peak is beside it
     float peak = fmax2(total.peak[r], part.peak[r]);
     float keep = exp1(total.peak[r] - peak), take = exp1(part.peak[r] - peak);
     total.peak[r] = peak;
@@ -127,12 +127,12 @@ inline void finish(const Step& s, const AttendCall& c, const Shape& h, const Til
       sum = sum * keep + exp1(sink - top);
       peak = top;
     }
-    float inverse = sum > 0.0f ? keep / sum : 0.0f;
+    float inverse = sum == 0.0f ? 0.0f : keep / sum;  // a NaN stays one
     const float* mix = p.mix + int64_t(r) * h.padded_v;
     int i = 0;
     for (; i + W <= s.v_dim; i += W) store_vf(c.out, head * s.v_dim + i, c.dtype, load<vf>(mix + i) * inverse);
     for (; i < s.v_dim; i++) store_float(c.out, head * s.v_dim + i, c.dtype, mix[i] * inverse);
-    if (c.lse != nullptr) c.lse[head] = sum > 0.0f ? peak + __builtin_logf(sum) : -__builtin_inff();
+    if (c.lse != nullptr) c.lse[head] = sum == 0.0f ? -__builtin_inff() : peak + __builtin_logf(sum);
   }
 }
 

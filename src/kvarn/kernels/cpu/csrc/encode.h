@@ -20,7 +20,8 @@ INLINE uint8_t float_fp8(float x) {  // e4m3, round to nearest even, saturating
   return uint8_t(sign | ((u >> 20) - (120u << 3)));
 }
 
-INLINE int64_t code_of(float x, float scale) { return scale > 0.0f ? int64_t(__builtin_rintf(x / scale)) : 0; }
+// A whole number, yet a float: a capped scale makes it larger than any integer.
+INLINE float code_of(float x, float scale) { return scale > 0.0f ? __builtin_rintf(x / scale) : 0.0f; }
 
 struct Block {  // one side of one block, as floats
   const float* x;
@@ -59,7 +60,7 @@ inline void encode_int8(const Block& b, uint8_t* codes, uint16_t* scale) {
     scale[t] = float_f16(fmin2(top / 127.0f, kHalfMax));
     float step = f16_float(scale[t]);
     for (int c = 0; c < b.channels(); c++)
-      put_code(b, kInt8, codes, t, c, clampi(int(clampf(float(code_of(b.get(t, c), step)), -127, 127)), -127, 127));
+      put_code(b, kInt8, codes, t, c, clampi(int(clampf(code_of(b.get(t, c), step), -127, 127)), -127, 127));
   }
 }
 
@@ -80,7 +81,7 @@ inline void encode_affine_part(const Block& b, int codec, uint8_t* codes, int t0
   float step = f16_float(*scale), base = f16_float(*zero);
   for (int t = t0; t < t1; t++)
     for (int c = c0; c < c1 && b.held[t] >= 0; c++)
-      put_code(b, codec, codes, t, c, int(clampf(float(code_of(b.get(t, c) - base, step)), 0, float(top))));
+      put_code(b, codec, codes, t, c, int(clampf(code_of(b.get(t, c) - base, step), 0, float(top))));
 }
 
 inline void encode_affine(const Block& b, int codec, int group, uint8_t* codes, uint16_t* scale, uint16_t* zero) {

@@ -257,7 +257,7 @@ INLINE vf vexp(vf x) {
   vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   vf in = x;
-  x = vmax(vmin(x, splat(88.0f)), splat(-88.0f));
+  x = vmax(splat(-88.0f), vmin(splat(88.0f), x));  // in this order a NaN stays one
   vf n = fma(x, splat(1.44269504088896341f), splat(12582912.0f)) - 12582912.0f;  // round by the magic 1.5 * 2^23
 #endif
   vf r = fma(n, splat(-0.693359375f), x);
@@ -274,7 +274,7 @@ INLINE vf vexp(vf x) {
   return (vf)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
 #else
   vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-  return in > -87.0f ? p * (vf)power : vf{};
+  return in <= -87.0f ? vf{} : p * (vf)power;
 #endif
 }
 INLINE float exp1(float x) { return vexp(splat(x))[0]; }
