@@ -57,10 +57,16 @@ def test_a_quarter_that_saw_the_question_holds_its_answer_better_than_a_window()
 
 
 def test_half_of_the_cache_keeps_a_pass_key_before_it_is_asked_for() -> None:
-    rows = measured("h2o:50%; kvzip:50%; window:50%,sinks=4", "needle", lengths=(TOKENS,), depths=(0.2, 0.3, 0.4))
-    exact, logprob = values(rows, "unseen_exact"), values(rows, "unseen_logprob")
-    assert exact["kvzip:50%"] == exact["full"] == 1.0
+    """Whether each digit is the very likeliest hangs on the kernels' rounding with h2o, whose weakest digits have a
+    probability of about a third: that moves a key by 0.1 nats. The mean over six keys does not hang on it."""
+    caches, depths = "h2o:50%; kvzip:50%; window:50%,sinks=4", (0.2, 0.3, 0.4)
+    runs = [measured(caches, "needle", lengths=(TOKENS,), depths=depths, seed=seed) for seed in (0, 1)]
+    each = [values(rows, "unseen_logprob") for rows in runs]
+    logprob = {cache: sum(found[cache] for found in each) / len(each) for cache in each[0]}
+    for exact in (values(rows, "unseen_exact") for rows in runs):
+        assert exact["kvzip:50%"] == exact["full"] == 1.0
     assert logprob["kvzip:50%"] > logprob["full"] - 0.1
+    assert logprob["h2o:50%"] > math.log(0.5), "a digit is likelier than not"
     assert logprob["h2o:50%"] > logprob["window:50%,sinks=4"] + 1.0
 
 
