@@ -42,7 +42,8 @@ def draw(case: Case, plan: Plan):
     """A matplotlib figure with both plots."""
     fig = _figures().Figure(figsize=(11, 4.5), layout="constrained")
     left, right = fig.subplots(1, 2)
-    for batch, points in memory_curves(case).items():
+    curves = memory_curves(case)
+    for batch, points in curves.items():
         left.plot(
             [c for c, _ in points],
             [b / GIB for _, b in points],
@@ -52,6 +53,7 @@ def draw(case: Case, plan: Plan):
     if plan.cache_bytes:
         left.axhline(plan.cache_bytes / GIB, color="black", linestyle="--", label="memory for the cache")
     left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="KV cache of a device (GiB)")
+    _only_ticks(left, sorted({c for points in curves.values() for c, _ in points}))
     left.set_title(f"Memory: {plan.model}")
     left.legend(fontsize="small")
     _speed(right, plan)
@@ -60,17 +62,25 @@ def draw(case: Case, plan: Plan):
 
 def _speed(axes, plan: Plan) -> None:
     points = plan.time.batches
-    axes.set(xlabel="batch (sequences)", ylabel="tokens/s, all sequences", xscale="log")
     axes.set_title(f"Decode at {plan.context:,} tokens, {plan.time.basis}")
     if not points:
-        axes.text(0.5, 0.5, "the device's speed is not known", ha="center", transform=axes.transAxes)
+        axes.set_axis_off()  # ticks of nothing would look like a measurement
+        axes.text(0.5, 0.5, "the device's speed is not known: give --hardware", ha="center", transform=axes.transAxes)
         return
+    axes.set(xlabel="batch (sequences)", ylabel="tokens/s, all sequences", xscale="log")
     axes.plot([p.batch for p in points], [p.tokens_per_s for p in points], marker="o", color="tab:blue")
     if over := [p for p in points if p.fits is False]:
         style = {"marker": "x", "color": "tab:red", "markersize": 9, "linestyle": "", "label": "does not fit"}
         axes.plot([p.batch for p in over], [p.tokens_per_s for p in over], **style)
         axes.legend(fontsize="small")
-    axes.set_xticks([b for b in BATCHES if b <= points[-1].batch], [str(b) for b in BATCHES if b <= points[-1].batch])
+    _only_ticks(axes, [b for b in BATCHES if b <= points[-1].batch])
+    axes.set_ylim(bottom=0)
+
+
+def _only_ticks(axes, values: list[int]) -> None:
+    """Whole numbers on a logarithmic axis, at no other places than these."""
+    axes.set_xticks(values, [f"{v:,}" for v in values])
+    axes.set_xticks([], minor=True)
 
 
 def save(case: Case, plan: Plan, path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import click
 import pytest
+from click.testing import CliRunner
 
+from kvarn.bench.commands._options import plot_option
 from kvarn.bench.commands.cache import _mix
 from kvarn.bench.commands.engine import numbers
 from kvarn.bench.sweep import engine_cases
@@ -26,3 +28,11 @@ def test_the_mix_fits_its_context_and_repeats() -> None:
 def test_lists_of_numbers_are_checked(text: str) -> None:
     with pytest.raises(click.BadParameter):
         numbers(text)
+
+
+@pytest.mark.parametrize(("path", "said"), [("no/such/x.png", "no directory"), ("x.bmp", ".svg or .png")])
+def test_where_no_picture_can_be_written_nothing_is_measured(path: str, said: str) -> None:
+    measured: list[object] = []
+    command = click.command()(plot_option(lambda plot_path: measured.append(plot_path)))
+    done = CliRunner().invoke(command, ["--plot", path])
+    assert done.exit_code == 2 and said in done.output and not measured
