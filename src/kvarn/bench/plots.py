@@ -28,8 +28,8 @@ def plot_sweep(figures: Sequence[Figure], path: Path) -> None:
         wide = [(f.case.streams, f.value) for f in figures if f.engine == engine and "batch_" in f.case.name]
         for axes, points in ((left, deep), (right, wide)):
             axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=engine)
-    left.set(xlabel="context (tokens)", ylabel="tokens/s, one stream", ylim=(0, None))
-    right.set(xlabel="streams", ylabel="tokens/s, all streams", ylim=(0, None))
+    left.set(title="Decoding, by context", xlabel="context (tokens)", ylabel="tokens/s, one stream", ylim=(0, None))
+    right.set(title="Decoding, by batch", xlabel="streams", ylabel="tokens/s, all streams", ylim=(0, None))
     left.legend(fontsize="small")
     canvas.savefig(path)
 
@@ -39,10 +39,13 @@ def plot_cache(grown: Growth, uses: Sequence[Use], path: Path) -> None:
     canvas, left, right = _axes(11)
     for label, times in (("with cache", grown.with_cache_s), ("without", grown.without_s)):
         left.plot(grown.tokens, [t * 1000 for t in times], marker=".", label=label)
-    left.set(xlabel="text so far (tokens)", ylabel="ms a token", yscale="log")
+    left.set(title="One token more", xlabel="text so far (tokens)", ylabel="ms a token", yscale="log")
+    left.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    left.yaxis.set_major_formatter("{x:,.10g}")  # 50, not 5 x 10^1
+    left.yaxis.set_minor_formatter("")
     left.legend(fontsize="small")
     for use in uses:
         right.plot([100 * u for u in use.utilisation], label=f"{use.cache}: mean {use.mean_utilisation:.0%}")
-    right.set(xlabel="step", ylabel="tokens stored / tokens reserved (%)", ylim=(0, 100))
+    right.set(title="A mix of lengths", xlabel="step", ylabel="tokens stored / tokens reserved (%)", ylim=(0, 100))
     right.legend(fontsize="small")
     canvas.savefig(path)
