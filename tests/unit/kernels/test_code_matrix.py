@@ -83,6 +83,18 @@ def test_activations_of_any_size(isa: str, form: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 4, 13])
+def test_a_nan_goes_through(isa: str, form: str, rows: int) -> None:
+    matrix = cpu_matrix.Matrix(codes(form, 48, 576), 576, isa=isa)
+    for column in (0, 17, 63, 64, 300, 575):
+        x = torch.ones(rows, 576)
+        x[-1, column] = torch.nan
+        out = matrix.product(x, torch.float32)
+        assert out[-1].isnan().all() and out[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_in_any_batch(isa: str, form: str, threads: int) -> None:
     matrix, before = cpu_matrix.Matrix(codes(form, 100, 576), 576, isa=isa), torch.get_num_threads()

@@ -94,13 +94,14 @@ INLINE int quantize_lane_sum(vi v) {
 
 constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: added, it rounds to the nearest even integer
 
+// The largest magnitude, a NaN above all: as integers, floats without their signs have the same order.
 INLINE float magnitude(const float* x, int n) {
-  vf most{};
+  vi most{};
   for (int i = 0; i < n; i += W) {
-    vf v = load<vf>(x + i);
-    most = vmax(most, vmax(v, -v));
+    const vi bits = (vi)load<vf>(x + i) & 0x7fffffff;
+    most = bits > most ? bits : most;
   }
-  return hmax(most);
+  return bits_float(uint32_t(hmax_i(most)));
 }
 
 // x [n] times `inverse` -> int8 codes; returns their sum.
@@ -135,7 +136,7 @@ INLINE float next_scale(RowScale* row, float top, float* inverse) {
   const float least = row->most * 0x1p-60f;
   if (top == 0.0f) scale = row->before;
   else if (scale < least) scale = least, *inverse = 1.0f / least;
-  const float ratio = row->before > 0.0f ? row->before / scale : 0.0f;
+  const float ratio = row->before == 0.0f ? 0.0f : row->before / scale;  // a NaN goes on
   row->before = scale, row->most = scale > row->most ? scale : row->most;
   return ratio;
 }
@@ -173,17 +174,18 @@ inline void quantize_row(const ProductJob& j, int64_t first, int in_panel, int r
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 // Four rows at once, a lane each, with the numbers of quantize_row.
 INLINE __m128 largest_of_four(const float* const (&x)[4], int begin, int n) {
-  __m512 most[4];
+  __m512i most[4];
 #pragma GCC unroll 4
   for (int r = 0; r < 4; r++) {
-    most[r] = _mm512_setzero_ps();
-    for (int i = begin; i < begin + n; i += 16) most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(_mm512_loadu_ps(x[r] + i)));
+    most[r] = _mm512_setzero_si512();
+    for (int i = begin; i < begin + n; i += 16)
+      most[r] = _mm512_max_epi32(most[r], _mm512_and_si512(_mm512_loadu_si512(x[r] + i), _mm512_set1_epi32(0x7fffffff)));
   }
-  const __m512 a = _mm512_max_ps(_mm512_unpacklo_ps(most[0], most[1]), _mm512_unpackhi_ps(most[0], most[1]));
-  const __m512 b = _mm512_max_ps(_mm512_unpacklo_ps(most[2], most[3]), _mm512_unpackhi_ps(most[2], most[3]));
-  const __m512 c = _mm512_max_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));  // rows 0..3 of each lane
-  const __m256 d = _mm256_max_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps(c, 1));
-  return _mm_max_ps(_mm256_castps256_ps128(d), _mm256_extractf128_ps(d, 1));
+  const __m512i a = _mm512_max_epi32(_mm512_unpacklo_epi32(most[0], most[1]), _mm512_unpackhi_epi32(most[0], most[1]));
+  const __m512i b = _mm512_max_epi32(_mm512_unpacklo_epi32(most[2], most[3]), _mm512_unpackhi_epi32(most[2], most[3]));
+  const __m512i c = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));  // rows 0..3 of each lane
+  const __m256i d = _mm256_max_epi32(_mm512_castsi512_si256(c), _mm512_extracti64x4_epi64(c, 1));
+  return _mm_castsi128_ps(_mm_max_epi32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1)));
 }
 
 struct FourScales {
@@ -201,7 +203,7 @@ INLINE __m128 next_scales(FourScales* rows, __m128 top, __m128* inverse) {  // s
     *inverse = _mm_mask_div_ps(*inverse, small, _mm_set1_ps(1.0f), least);
   }
   scale = _mm_mask_mov_ps(scale, _mm_cmp_ps_mask(top, none, _CMP_EQ_OQ), rows->before);
-  const __m128 ratio = _mm_maskz_div_ps(_mm_cmp_ps_mask(rows->before, none, _CMP_GT_OQ), rows->before, scale);
+  const __m128 ratio = _mm_maskz_div_ps(_mm_cmp_ps_mask(rows->before, none, _CMP_NEQ_UQ), rows->before, scale);
   rows->before = scale, rows->most = _mm_max_ps(scale, rows->most);
   return ratio;
 }
