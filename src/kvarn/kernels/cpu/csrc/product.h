@@ -110,7 +110,7 @@ INLINE int round_group(const float* x, int n, float inverse, int8_t* codes) {
   for (int i = 0; i < n; i += W) {
     vf rounded = fma(load<vf>(x + i), splat(inverse), splat(kToInteger));
     vi code = (vi)rounded - 0x4b400000;
-    total += code;
+    total += (vi)((vu)code << 24) >> 24;  // the byte that is kept: a NaN's integer would overflow the sum
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8((__m512i)code));
 #else
