@@ -1,4 +1,4 @@
-"""Matrices of 4- and 8-bit codes, packed for the native kernels (csrc/product.h)."""
+"""Matrices of 4- and 8-bit codes, packed for the native kernels (csrc/product_data.h)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AS_IS, _NORMED, _GATED = 0, 1, 2
 
 
 def pack(held: Codes, arena: Arena | None = None) -> Tensor:
-    """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product.h. A few
+    """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product_data.h. A few
     tiles at a time, so that a large vocabulary's table is not copied several times on the way. arena: where they
     lie."""
     n_rows, columns = held.codes.shape

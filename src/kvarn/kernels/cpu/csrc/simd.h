@@ -44,7 +44,18 @@ template <class V>
 INLINE void store(void* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
+// Not vf{} + x: an addition, since it makes 0 of -0.
+#if defined(__AVX512F__)
+INLINE vf splat(float x) { return (vf)_mm512_set1_ps(x); }
+#elif defined(__AVX2__)
+INLINE vf splat(float x) { return (vf)_mm256_set1_ps(x); }
+#elif defined(__x86_64__)
+INLINE vf splat(float x) { return (vf)_mm_set1_ps(x); }
+#elif defined(__aarch64__)
+INLINE vf splat(float x) { return (vf)vdupq_n_f32(x); }
+#else
 INLINE vf splat(float x) { return vf{} + x; }
+#endif
 INLINE vi splat_i(int x) { return vi{} + x; }
 
 INLINE vf fma(vf a, vf b, vf c) {
@@ -62,6 +73,9 @@ INLINE vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 #else
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
@@ -72,38 +86,70 @@ INLINE int imin(int a, int b) { return a < b ? a : b; }
 INLINE int imax(int a, int b) { return a > b ? a : b; }
 
 // Horizontal reductions fold halves, so their order is fixed.
-INLINE float hsum(vf v) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
-#else
-  float x[W];
-  store(x, v);
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) x[i] += x[i + n];
-  return x[0];
-#endif
+INLINE float hsum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
+INLINE float hmax(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+#elif defined(__AVX2__)
+INLINE float hsum(vf v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 INLINE float hmax(vf v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)v);
-#else
-  float x[W];
-  store(x, v);
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) x[i] = fmax2(x[i], x[i + n]);
-  return x[0];
-#endif
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
-
-INLINE int hmax_i(vi v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_epi32((__m512i)v);
 #else
+INLINE float hsum(vf v) {
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) v[i] += v[i + n];
+  return v[0];
+}
+INLINE float hmax(vf v) {
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) v[i] = fmax2(v[i], v[i + n]);
+  return v[0];
+}
+#endif
+#if defined(__AVX512F__)
+INLINE int hmax_i(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
+INLINE int hsum_i(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+INLINE void narrow_bytes(vi v, int8_t* out) {  // the low byte of each lane
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8((__m512i)v));
+}
+#elif defined(__AVX2__)
+INLINE int hmax_i(vi v) {
+  __m128i x = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+INLINE int hsum_i(vi v) {
+  __m128i x = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+INLINE void narrow_bytes(vi v, int8_t* out) {
+  const __m128i gather = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m128i low = _mm_shuffle_epi8(_mm256_castsi256_si128((__m256i)v), gather);
+  const __m128i high = _mm_shuffle_epi8(_mm256_extracti128_si256((__m256i)v, 1), gather);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi32(low, high));
+}
+#else
+INLINE int hmax_i(vi v) {
   int x = v[0];
   for (int i = 1; i < W; i++) x = imax(x, v[i]);
   return x;
-#endif
 }
+INLINE int hsum_i(vi v) {
+  int x = 0;
+  for (int i = 0; i < W; i++) x += v[i];
+  return x;
+}
+INLINE void narrow_bytes(vi v, int8_t* out) {
+  for (int i = 0; i < W; i++) out[i] = int8_t(v[i]);
+}
+#endif
 INLINE uint32_t hmin_u(vu v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_min_epu32((__m512i)v);

@@ -108,7 +108,7 @@ struct RowsCall {  // row-wise small operations over [rows, width]
   int activation;  // 0 silu, 1 gelu_tanh
 };
 
-struct BlockMatrix {  // codes and scales in tiles of 16 rows, see product.h
+struct BlockMatrix {  // codes and scales in tiles of 16 rows, see product_data.h
   const uint8_t* data;
   int rows, columns;  // columns: a multiple of 32, padded with code zero
   int group;          // columns that share a scale, a multiple of 32
