@@ -28,6 +28,9 @@ def test_speed_holds_for_this_machine_and_version_only(tmp_path: Path, monkeypat
     assert kept_speed("a processor", 2) == speeds
     assert kept_speed("another", 2) is None
     assert kept_speed("a processor", 4) is None
+    with monkeypatch.context() as other:
+        other.setattr(sys, "prefix", "another environment")
+        assert kept_speed("a processor", 2) is None
     place.write_text("{")
     assert kept_speed("a processor", 2) is None
 

@@ -10,6 +10,7 @@ this what is.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -64,11 +65,13 @@ def _place() -> Path:
 
 
 def _identity(processor: str, cores: int) -> dict[str, Any]:
-    return {"format": _FORMAT, "processor": processor, "cores": cores, "kvarn": __version__}
+    own = {"kvarn": __version__, "environment": sys.prefix}  # another one's libraries are of another size
+    return {"format": _FORMAT, "processor": processor, "cores": cores, **own}
 
 
 def keep_speed(processor: str, cores: int, speeds: EngineSpeeds) -> Path:
-    """Write the measurement; it holds for this processor, these cores and this version of Kvarn."""
+    """Write the measurement; it holds for this processor, these cores, this version of Kvarn and the environment
+    that it is installed in."""
     with atomic_write(_place()) as stream:
         stream.write(json.dumps({"identity": _identity(processor, cores), "speeds": asdict(speeds)}, indent=1).encode())
     return _place()
