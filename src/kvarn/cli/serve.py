@@ -44,7 +44,7 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) 
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"configuration {path}: {error}") from error
+        raise InvalidRequest(f"configuration {path}: {getattr(error, 'strerror', None) or error}") from error
     given = {key.replace("-", "_"): value for key, value in table.items()}
     options = {o.lstrip("-").replace("-", "_"): p.name for p in ctx.command.params for o in p.opts}
     if unknown := sorted(set(given) - set(options)):
