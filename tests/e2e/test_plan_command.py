@@ -307,3 +307,11 @@ def test_a_log_names_its_engine(tmp_path: Path, capsys: pytest.CaptureFixture[st
     log.write_text("nothing of interest\n")
     code, out, _ = plan(capsys, "qwen3-8b", "--log", str(log))
     assert (code, out) == (2, "no figure of a KV cache was found in this log\n")
+
+
+def test_the_page_shows_what_the_tool_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    _, _, after = page.partition("$ kvarn plan ")
+    command, shown = after.splitlines()[:2]
+    _, out, _ = plan(capsys, *command.split())
+    assert out.startswith(shown.removesuffix("...")) and shown.endswith("...")

@@ -125,8 +125,11 @@ def _server_package() -> Any:
 
 
 def _print_sources(ctx: click.Context) -> None:
-    """Every option's value and where it comes from."""
+    """Every option's value and where it comes from, under the name that flags and file give it."""
     words = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file", "DEFAULT": "default"}
-    for name, value in sorted(ctx.params.items()):
+    flags = {p.name: p.opts[0].lstrip("-") for p in ctx.command.params}
+    for name, value in sorted(ctx.params.items(), key=lambda item: flags[item[0]]):
         source = ctx.get_parameter_source(name)
-        click.echo(f"  {name} = {value!r} ({words.get(source.name if source else '', 'default')})", err=True)
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        shown = "not set" if shown in (None, "") else shown
+        click.echo(f"  {flags[name]} = {shown} ({words.get(source.name if source else '', 'default')})", err=True)
