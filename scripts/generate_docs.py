@@ -125,10 +125,10 @@ def policies_page() -> str:
 
 POLICIES_TAIL = """
 ## Asking for one
-`--kv NAME:BUDGET,parameter=value`, such as `h2o:25%`, `snapkv:512` or `window:1024,sinks=4`; `+FORMAT` behind it stores what is
-kept in another format (`h2o:25%+int8`). A budget is a share of the text (`25%`), a number of tokens (`1024`) or bytes
-(`64MiB`), of each layer and KV head on average. A wrong parameter is refused with the list of those there are. In Python:
-`LLM("smollm2-135m", kv="h2o:25%")`.
+`--kv NAME:BUDGET,parameter=value`, such as `h2o:25%`, `snapkv:512` or `window:1024,sinks=4`; `+FORMAT` behind it
+stores what is kept in another format (`h2o:25%+int8`). A budget is a share of the text (`25%`), a number of tokens
+(`1024`) or bytes (`64MiB`), of each layer and KV head on average. A wrong parameter is refused
+with the list of those there are. In Python: `LLM("smollm2-135m", kv="h2o:25%")`.
 
 ## Writing one
 A policy is one file in `src/kvarn/kv/policies/`; its name there is its name in `--kv`. One that ranks tokens needs only
@@ -159,9 +159,9 @@ class VNorm(ScoredPolicy):
 POLICY = VNorm
 ```
 
-`kvarn run -p "What is gravity?" --kv vnorm:50%` answers with it, `kvarn eval --caches "vnorm:50%; h2o:50%"` says what it costs
-beside another, and `tests/contract` tests it as it tests the others. What a policy may read (`Signal`, `GroupView`) and
-what it may decide (`Decision`) stands in `src/kvarn/kv/policies/base.py`.
+`kvarn run -p "What is gravity?" --kv vnorm:50%` answers with it, `kvarn eval --caches "vnorm:50%; h2o:50%"` says what
+it costs beside another, and `tests/contract` tests it as it tests the others. What a
+policy may read (`Signal`, `GroupView`) and what it may decide (`Decision`) stands in `src/kvarn/kv/policies/base.py`.
 """
 
 

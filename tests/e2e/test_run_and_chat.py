@@ -178,6 +178,17 @@ def test_chat_keeps_its_history(
     assert tokens == [len(llm.chat_ids(history[:1])), len(llm.chat_ids(history)), len(llm.chat_ids(history[:1]))]
 
 
+def test_a_slip_of_a_command_is_no_message(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = Stdin("/rest\n/exit\n", terminal=True)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run(["chat", model, "--max-tokens", "6", *FLOATS]) == 0
+    out, err = capsys.readouterr()
+    assert out.replace("> ", "") == ""
+    assert "/rest is no command. /reset forgets" in err
+
+
 def test_the_history_comes_from_the_cache(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -337,8 +337,8 @@ def _fit(models: tuple[str, ...], options: dict[str, Any], fields: dict[str, Any
 
 
 def _log(model: str | None, options: dict[str, Any], fields: dict[str, Any], *, name_engine: bool) -> int:
-    """Compare with a log: 0 all figures agree, 1 some differ, 2 none could be compared. name_engine: by the rules of the
-    engine that the log names, since the command line names none."""
+    """Compare with a log: 0 all figures agree, 1 some differ, 2 none could be compared. name_engine: by the rules of
+    the engine that the log names, since the command line names none."""
     path: Path = options["log_file"]
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -33,7 +33,8 @@ WINDOW_TOKENS = 4096
 class Advice:
     """One change. kind: 'setting' (a flag), 'policy' (a technique of Kvarn's cache) or 'model' (another architecture,
     for comparison). saved_bytes: on the fullest device, for the same sequences; concurrency: times as many at once;
-    context: times as long, where memory sets no limit up to the length that the model was made for. price: what it costs in quality or speed."""
+    context: times as long, where memory sets no limit up to the length that the model was made for. price: what it
+    costs in quality or speed."""
 
     change: str
     kind: str
@@ -169,7 +170,7 @@ def _try(
 
 
 def _comparable(longest_before: int | None, after: Plan) -> int | None:
-    """What the longest context is compared with: the model's own length, where that is all that limits it afterwards."""
+    """What the longest context is compared with: the model's own length, where only that limits it afterwards."""
     if longest_before is None or after.model_context is None or after.capacity.max_context != after.model_context:
         return longest_before
     return min(longest_before, after.model_context)
