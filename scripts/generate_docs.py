@@ -118,10 +118,57 @@ def measured_table(table: dict[str, Any]) -> str:
     return f"\n## {table['title']}\n{what}| {' | '.join(head)} |\n|{rule}\n{lines}"
 
 
+def policies_page() -> str:
+    """The policies, how one is asked for, and how to write one."""
+    return plugins_page("KV policies", "kvarn.kv.policies")() + POLICIES_TAIL
+
+
+POLICIES_TAIL = """
+## Asking for one
+`--kv NAME:BUDGET,parameter=value`, such as `h2o:25%`, `snapkv:512` or `window:1024,sinks=4`; `+FORMAT` behind it
+stores what is kept in another format (`h2o:25%+int8`). A budget is a share of the text (`25%`), a number of tokens
+(`1024`) or bytes (`64MiB`), of each layer and KV head on average. A wrong parameter is refused
+with the list of those there are. In Python: `LLM("smollm2-135m", kv="h2o:25%")`.
+
+## Writing one
+A policy is one file in `src/kvarn/kv/policies/`; its name there is its name in `--kv`. One that ranks tokens needs only
+`scores`: the base class has budget, sinks, newest tokens and paging, and its fields are the parameters of `--kv`. As
+`vnorm.py`, this one keeps the tokens with the longest values:
+
+```python
+\"\"\"Values of large norm add most to what attention gives.\"\"\"
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvarn.kv.policies.base import GroupView, ScoredPolicy, SequenceView, Signal
+
+
+@dataclass(frozen=True)
+class VNorm(ScoredPolicy):
+    \"\"\"Higher scores are kept, by layer and KV head.\"\"\"
+
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.VALUES})  # what the engine has to collect
+
+    def scores(self, group: GroupView, view: SequenceView) -> np.ndarray:
+        return group.values().norm(dim=-1).numpy()  # of [rows, places, head dim]; a row is a KV head of a layer
+
+
+POLICY = VNorm
+```
+
+`kvarn run -p "What is gravity?" --kv vnorm:50%` answers with it, `kvarn eval --caches "vnorm:50%; h2o:50%"` says what
+it costs beside another, and `tests/contract` tests it as it tests the others. What a
+policy may read (`Signal`, `GroupView`) and what it may decide (`Decision`) stands in `src/kvarn/kv/policies/base.py`.
+"""
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "formats.md": formats_page,
-    "policies.md": plugins_page("KV policies", "kvarn.kv.policies"),
+    "policies.md": policies_page,
     "measured.md": measured_page,
     "architectures.md": plugins_page("Architectures", "kvarn.models.architectures"),
 }

@@ -249,3 +249,69 @@ def test_a_named_model_is_planned_fast_small_and_without_torch() -> None:
 def test_worked_examples_by_name(capsys: pytest.CaptureFixture[str], arguments: list[str], nbytes: int) -> None:
     _, out, _ = plan(capsys, *arguments, "--json")
     assert json.loads(out)["kv"]["bytes_total"] == nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["llama-3.1-8b", "--window", "1024"], "both a model and factors (--window)"),
+        (["llama-3.1-8b", "--parameters", "8e9"], "both a model and factors (--parameters)"),
+        (["llama-3.1-8b", "qwen3-8b", "--compare", "--plot", "x.png"], "--compare and --plot do not go together"),
+        (["llama-3.1-8b", "--fit", "1 user on l40s", "--compare"], "--fit and --compare do not go together"),
+        (["llama-3.1-8b", "--measure"], "(try: --hardware this)"),
+        (["llama-3.1-8b", "-ngl", "3"], "No such option"),
+        (["llama-3.1-8b", "--max-num-seqs", "3"], "--max-num-seqs is a flag of vllm"),
+        (["zzz"], "(try: kvarn plan --list-models)"),
+        (["llama-3.1-8b", "--hardware", "zzz"], "(try: kvarn plan --list-hardware)"),
+    ],
+)
+def test_nothing_is_silently_inert(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    code, out, err = plan(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_lists_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in ("hardware", "models", "engines"):
+        _, lines, _ = plan(capsys, f"--list-{kind}")
+        assert json.loads(plan(capsys, f"--list-{kind}", "--json")[1]) == lines.splitlines()
+
+
+def test_unknown_weights_are_no_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = plan(capsys, "--layers", "80", "--kv-heads", "8", "--head-dim", "128")
+    row = next(line for line in out.splitlines() if line.startswith("  weights"))
+    assert row.split() == ["weights", "?", "?", "unknown"]
+    assert "sum of what is known" in out
+
+
+def test_advice_never_calls_a_window_shorter(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a window leaves only the model's own length as the limit, that is no loss."""
+    _, out, _ = plan(capsys, "llama-3.1-8b", "--hardware", "h100", "--context", "8k", "--json")
+    windows = [a for a in json.loads(out)["advice"] if a["change"].startswith(("window", "evict"))]
+    assert len(windows) == 2
+    assert all(a["context"] >= 1 for a in windows)
+
+
+def test_a_log_names_its_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "INFO Initializing a V1 LLM engine (v0.9.1) with config\nINFO Available KV cache memory: 18.69 GiB\n"
+        "INFO GPU KV cache size: 136,080 tokens\nINFO Maximum concurrency for 40,960 tokens per request: 3.32x\n"
+    )
+    code, out, err = plan(capsys, "qwen3-8b", "--log", str(log))
+    assert (code, out.splitlines()[0]) == (0, "2 of 2 figures agree with the log (vllm, 1 sequence of 40,960 tokens)")
+    assert "vllm@0.9.1" in err
+    code, out, err = plan(capsys, "qwen3-8b", "--engine", "vllm@0.9", "--log", str(log), "--json")
+    assert (code, err) == (0, "")
+    assert [row["agrees"] for row in json.loads(out)] == [True, True]
+    log.write_text("nothing of interest\n")
+    code, out, _ = plan(capsys, "qwen3-8b", "--log", str(log))
+    assert (code, out) == (2, "no figure of a KV cache was found in this log\n")
+
+
+def test_the_page_shows_what_the_tool_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    _, _, after = page.partition("$ kvarn plan ")
+    command, shown = after.splitlines()[:2]
+    _, out, _ = plan(capsys, *command.split())
+    assert out.startswith(shown.removesuffix("...")) and shown.endswith("...")

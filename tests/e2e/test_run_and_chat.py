@@ -68,6 +68,17 @@ def test_json_has_exactly_what_was_promised(model: str, capsys: pytest.CaptureFi
     assert (reads["share"] is None) == (reads["read_bytes_per_s"] is None)
 
 
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [("float32", ": 1 block of 32 tokens held"), ("h2o:50%", "blocks of 32 tokens of a KV head held")],
+)
+def test_the_statistics_say_what_a_block_is(
+    model: str, choice: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", model, "-p", "hello", "--max-tokens", "3", "--weights", "float32", "--kv", choice]) == 0
+    assert said in capsys.readouterr().err
+
+
 def test_text_is_streamed_and_equals_the_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [model, "-p", "hello", "--max-tokens", "12", "--seed", "3", "--temperature", "0.8"]
     told = run_json(arguments, capsys)
@@ -165,6 +176,17 @@ def test_chat_keeps_its_history(
     second = llm.chat(history, max_tokens=6).completions[0].text
     assert out == f"{first}\n{second}\n{first}\n"
     assert tokens == [len(llm.chat_ids(history[:1])), len(llm.chat_ids(history)), len(llm.chat_ids(history[:1]))]
+
+
+def test_a_slip_of_a_command_is_no_message(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = Stdin("/rest\n/exit\n", terminal=True)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run(["chat", model, "--max-tokens", "6", *FLOATS]) == 0
+    out, err = capsys.readouterr()
+    assert out.replace("> ", "") == ""
+    assert "/rest is no command. /reset forgets" in err
 
 
 def test_the_history_comes_from_the_cache(

@@ -100,9 +100,9 @@ def test_flag_before_environment_before_file(model: Path, tmp_path: Path) -> Non
         url = process.url()
         assert "max_seqs = 2 (flag)" in process.text
         assert "max_queue = 7 (environment)" in process.text
-        assert "served_name = 'from-file' (file)" in process.text
-        assert "context_tokens = 96 (file)" in process.text
-        assert "host = '127.0.0.1' (default)" in process.text
+        assert "served-name = from-file (file)" in process.text
+        assert "context = 96 (file)" in process.text
+        assert "host = 127.0.0.1 (default)" in process.text
         card = httpx.get(f"{url}/v1/models").json()["data"][0]
         assert (card["id"], card["max_model_len"]) == ("from-file", 96)
         assert httpx.get(f"{url}/v1/kvarn/stats").json()["max_seqs"] == 2

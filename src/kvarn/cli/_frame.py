@@ -7,6 +7,7 @@ A command is a file of this folder. Its docstring's first line is its short help
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import os
 import sys
@@ -23,6 +24,8 @@ from kvarn.core.registry import load, names_in
 PACKAGE = "kvarn.cli"
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 1  # as click itself ends, when the reader leaves while a command writes
+NO_ROOM = 2
+DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})  # no bug of Kvarn's
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -60,6 +63,8 @@ def kvarn() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, or the error's code, 130 after Ctrl-C."""
+    if sys.stdout is None:  # closed by the caller (`kvarn ... >&-`)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode is no reason to fail
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -83,10 +88,19 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("", err=True)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader left (`kvarn ... | head`). What is still buffered must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader left (`kvarn ... | head`)
+        _forget_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        _forget_output()
+        return _fail(f"cannot write {error.filename or 'the output'}: {error.strerror}", NO_ROOM)
+
+
+def _forget_output() -> None:
+    """What is still buffered for stdout must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: click.UsageError) -> int:

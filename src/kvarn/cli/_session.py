@@ -122,7 +122,7 @@ class Report:
             f"{prompt}, {self.prefill_tokens_per_s:,.1f} tokens/s; answer {len(answer.token_ids)} tokens, "
             f"{self.decode_tokens_per_s:,.1f} tokens/s, ended by {answer.finish_reason}; "
             f"load {self.load_s:.2f} s, first token after {timings.ttft_s:.3f} s",
-            f"KV cache {kv['format']}: {kv['blocks_peak']} blocks of {kv['block_size']} tokens held at most, "
+            f"KV cache {kv['format']}: {_blocks(kv)} held at most, "
             f"{kv['physical_bytes_peak'] / 2**20:,.2f} MiB ({kv['bytes_per_token']:,} bytes a token, "
             f"{kv['utilisation']:.0%} of the reserved slots used)",
             self.reads.line(),
@@ -149,6 +149,11 @@ def _reads(llm: LLM, output: RequestOutput) -> DecodeReads:
     step_s = output.timings.decode_s / steps if steps > 0 else 0.0
     found = decode_reads(llm.model, llm.engine.cache, len(output.prompt_ids) + max(0, steps) / 2, step_s)
     return replace(found, read_bytes_per_s=known_read_bytes_per_s())
+
+
+def _blocks(kv: dict[str, Any]) -> str:
+    count, each = kv["blocks_peak"], {"layer": " of a layer", "head": " of a KV head"}.get(kv["grain"], "")
+    return f"{count:,} block{'s' * (count != 1)} of {kv['block_size']} tokens{each}"
 
 
 def _rate(tokens: int, seconds: float) -> float:

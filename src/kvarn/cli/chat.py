@@ -53,6 +53,8 @@ def _converse(llm: LLM, params: SamplingParams, opening: Messages, stats: bool) 
             messages = list(opening)
         elif line == "/help":
             click.echo(HELP, err=True)
+        elif line.startswith("/") and line[1:].isalpha() and sys.stdin.isatty():
+            click.echo(f"{line} is no command. {HELP}", err=True)  # a slip of the fingers, not a message
         elif line:
             _turn(llm, params, messages, line, stats)
 

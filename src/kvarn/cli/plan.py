@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvarn.core.errors import InvalidRequest, KvarnError
 from kvarn.core.geometry import ModelGeometry, geometry_from_factors
@@ -18,9 +19,9 @@ from kvarn.planner import plots
 from kvarn.planner.advise import advice_lines, advise
 from kvarn.planner.api import ask, read_model
 from kvarn.planner.compute import Case, build_case, make_plan
-from kvarn.planner.engines import engine_names, load_engine, take_flags
+from kvarn.planner.engines import engine_names, engines_with_flag, load_engine, take_flags
 from kvarn.planner.explain import explain
-from kvarn.planner.logs import compare_log, log_report, parse_log, settings_from_log
+from kvarn.planner.logs import compare_log, engine_of_log, log_report, parse_log, settings_from_log
 from kvarn.planner.machines import device_names, find_device
 from kvarn.planner.report import compare, render
 from kvarn.planner.roofline import Device
@@ -31,6 +32,8 @@ from kvarn.planner.sizes import parse_size
 MEASURE = "kvarn.bench.engine_speed"
 FACTORS = ("layers", "kv_heads", "head_dim", "query_heads", "hidden_size", "intermediate_size", "vocab_size")
 FIGURES = ("context", "batch", "concurrency", "kv", "weights", "devices", "tp", "pp", "dp", "kv_memory", "block_size")
+MODES = {"fit": "target", "compare": "compared", "log": "log_file"}
+SINGLE = {"plot": "plot_file", "explain": "explained"}  # of one plan
 
 
 class PlanCommand(click.Command):
@@ -45,7 +48,14 @@ class PlanCommand(click.Command):
                 engine = token.partition("=")[2]
         fields, rest = take_flags(load_engine(engine)[0], args)
         ctx.meta["kvarn.flags"] = fields
-        return super().parse_args(ctx, rest)
+        try:
+            return super().parse_args(ctx, rest)
+        except click.NoSuchOption as error:
+            if owners := engines_with_flag(error.option_name):
+                raise InvalidRequest(
+                    f"{error.option_name} is a flag of {', '.join(owners)}", fixes=(f"--engine {owners[0]}",)
+                ) from error
+            raise
 
 
 @dataclass(frozen=True)
@@ -129,16 +139,17 @@ def COMMAND(ctx: click.Context, models: tuple[str, ...], **options: Any) -> int:
     file, or left out with --layers, --kv-heads and --head-dim. Exit code: 0 fits, 1 does not, 2 cannot tell.
     """
     if shown := _listing(options):
-        click.echo("\n".join(shown))
+        click.echo(json.dumps(shown, indent=2) if options["as_json"] else "\n".join(shown))
         return 0
+    _refuse_idle(options)
     if options["target"] is not None:
         return _fit(models, options, ctx.meta["kvarn.flags"])
     if options["compared"]:
         return _compare(models, options, ctx.meta["kvarn.flags"])
-    asked = _asked(_one(models), options, ctx.meta["kvarn.flags"])
     if options["log_file"]:
-        return _log(asked, options["log_file"])
-    return _plan(asked, options)
+        own = ctx.get_parameter_source("engine") is ParameterSource.DEFAULT
+        return _log(_one(models), options, ctx.meta["kvarn.flags"], name_engine=own)
+    return _plan(_asked(_one(models), options, ctx.meta["kvarn.flags"]), options)
 
 
 def _listing(options: dict[str, Any]) -> tuple[str, ...]:
@@ -149,6 +160,16 @@ def _listing(options: dict[str, Any]) -> tuple[str, ...]:
 
         return tuple(model_names())
     return engine_names() if options["list_engines"] else ()
+
+
+def _refuse_idle(options: dict[str, Any]) -> None:
+    """Raises InvalidRequest for options that would do nothing beside the others."""
+    modes = [f"--{name}" for name, key in MODES.items() if options[key] not in (None, False)]
+    idle = [f"--{name}" for name, key in SINGLE.items() if options[key]]
+    if len(modes) > 1 or (modes and idle):
+        raise InvalidRequest(f"{' and '.join((modes + idle)[:2])} do not go together", fixes=("give one of them",))
+    if options["measure"] and options["hardware"] != "this":
+        raise InvalidRequest("--measure measures this machine", fixes=("--hardware this",))
 
 
 def _one(models: tuple[str, ...]) -> str | None:
@@ -162,9 +183,11 @@ def _one(models: tuple[str, ...]) -> str | None:
 def _geometry(model: str | None, options: dict[str, Any]) -> ModelGeometry:
     """The model named, or the one made of factors."""
     given = {name: options[name] for name in FACTORS if options[name] is not None}
+    more = [name for name in ("window", "parameters") if options[name] is not None]
     if model is not None:
-        if given:
-            raise InvalidRequest(f"both a model and factors ({', '.join(given)})", fixes=("give one of them",))
+        if given or more:
+            words = ", ".join(f"--{name.replace('_', '-')}" for name in (*given, *more))
+            raise InvalidRequest(f"both a model and factors ({words})", fixes=("give one of them",))
         geometry = read_model(model)
     elif missing := [n for n in FACTORS[:3] if n not in given]:
         raise InvalidRequest(
@@ -313,15 +336,23 @@ def _fit(models: tuple[str, ...], options: dict[str, Any], fields: dict[str, Any
     return 0 if found else 1
 
 
-def _log(asked: Asked, path: Path) -> int:
-    """Compare with a log: 0 all figures agree, 1 some differ, 2 none could be compared."""
+def _log(model: str | None, options: dict[str, Any], fields: dict[str, Any], *, name_engine: bool) -> int:
+    """Compare with a log: 0 all figures agree, 1 some differ, 2 none could be compared. name_engine: by the rules of
+    the engine that the log names, since the command line names none."""
+    path: Path = options["log_file"]
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise KvarnError(f"cannot read {path}: {error.strerror or error}") from error
-    logged = parse_log(text)
+    if name_engine and (engine := engine_of_log(text)):
+        click.echo(f"the log is {engine}'s (--engine takes another's rules)", err=True)
+        options = options | {"engine": engine}
+    asked, logged = _asked(model, options, fields), parse_log(text)
     case = replace(asked, settings=settings_from_log(asked.settings, logged)).case()
     found = compare_log(case, logged)
-    click.echo("\n".join(log_report(found, case)))
+    if options["as_json"]:
+        click.echo(json.dumps([vars_of(c) for c in found], indent=2))
+    else:
+        click.echo("\n".join(log_report(found, case)))
     judged = [c.agrees for c in found if c.agrees is not None]
     return 2 if not judged else 0 if all(judged) else 1

@@ -44,7 +44,7 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) 
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"configuration {path}: {error}") from error
+        raise InvalidRequest(f"configuration {path}: {getattr(error, 'strerror', None) or error}") from error
     given = {key.replace("-", "_"): value for key, value in table.items()}
     options = {o.lstrip("-").replace("-", "_"): p.name for p in ctx.command.params for o in p.opts}
     if unknown := sorted(set(given) - set(options)):
@@ -125,8 +125,11 @@ def _server_package() -> Any:
 
 
 def _print_sources(ctx: click.Context) -> None:
-    """Every option's value and where it comes from."""
+    """Every option's value and where it comes from, under the name that flags and file give it."""
     words = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file", "DEFAULT": "default"}
-    for name, value in sorted(ctx.params.items()):
+    flags = {p.name: p.opts[0].lstrip("-") for p in ctx.command.params}
+    for name, value in sorted(ctx.params.items(), key=lambda item: flags[item[0]]):
         source = ctx.get_parameter_source(name)
-        click.echo(f"  {name} = {value!r} ({words.get(source.name if source else '', 'default')})", err=True)
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        shown = "not set" if shown in (None, "") else shown
+        click.echo(f"  {flags[name]} = {shown} ({words.get(source.name if source else '', 'default')})", err=True)

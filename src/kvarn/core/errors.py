@@ -55,13 +55,15 @@ class FetchError(KvarnError):
 
 
 class UnknownName(KvarnError):
-    """A name of a plug-in, model or device is not known; offers the nearest known ones."""
+    """A name of a plug-in, model or device is not known; offers the nearest known ones. `listed_by`: the command that
+    lists all, for names that are too many for a line."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, listed_by: str = "") -> None:
         self.kind, self.name, self.known = kind, name, tuple(dict.fromkeys(known))
         near = difflib.get_close_matches(name, self.known, n=3, cutoff=0.5)
         listed = ", ".join(near or self.known[:LISTED_NAMES]) or "none"
         if not near and len(self.known) > LISTED_NAMES:
             listed += f" and {len(self.known) - LISTED_NAMES} more"
         lead = "did you mean" if near else "known"
-        super().__init__(f"unknown {kind} {name!r}; {lead}: {listed}")
+        fixes = (listed_by,) if listed_by and not near else ()
+        super().__init__(f"unknown {kind} {name!r}; {lead}: {listed}", fixes=fixes)

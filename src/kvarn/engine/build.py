@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import psutil
 import torch
 
 from kvarn.core.cache_params import CacheParams
-from kvarn.core.errors import ConfigError, IncompatiblePlan, ModelError
+from kvarn.core.errors import ConfigError, DoesNotFit, IncompatiblePlan, InvalidRequest, ModelError
 from kvarn.core.events import EventSink
 from kvarn.core.files import ModelFiles, fingerprint
 from kvarn.core.geometry import geometry_of
@@ -43,6 +44,7 @@ MOST_SLOWDOWN = 1.9
 # Of short prompts: a row that decodes costs about what two of a prompt cost.
 BESIDE_DECODES_TOKENS = 32
 PREFILL_PER_DECODE = 2
+THREADS_A_CORE = 4  # at most; more than one gains nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,20 @@ def build_engine(files: ModelFiles, options: EngineOptions, emit: EventSink | No
     options = settled(options)
     backend = load_backend(options.backend)
     check_before_loading(files, options)
-    if options.threads is not None and options.threads > 0:  # the plan refuses others
-        torch.set_num_threads(options.threads)
+    _set_threads(options.threads)
     tokenizer = load_tokenizer(files)
     model = load_model(files, options.weights, options.share_layers, options.numerics, options.fast_memory_bytes)
     return assemble(model, tokenizer, backend, options, emit, fingerprint=fingerprint(files.path))
+
+
+def _set_threads(threads: int | None) -> None:
+    """Raises InvalidRequest for more threads than can be useful: they would wait for each other without end."""
+    if threads is None or threads < 1:  # the plan refuses the latter
+        return
+    cores = os.cpu_count() or 1
+    if threads > THREADS_A_CORE * cores:
+        raise InvalidRequest(f"{threads} threads on {cores} cores", fixes=(f"--threads {cores}",))
+    torch.set_num_threads(threads)
 
 
 def assemble(
@@ -163,12 +174,19 @@ def check_before_loading(files: ModelFiles, options: EngineOptions) -> None:
 def _plan(
     layers: Sequence[LayerSpec], max_context: int | None, activations: torch.dtype, options: EngineOptions
 ) -> CachePlan:
+    memory = psutil.virtual_memory()
+    if options.kv_memory_bytes is not None and options.kv_memory_bytes > memory.total:
+        raise DoesNotFit(
+            f"{options.kv_memory_bytes:,} B of KV cache; this machine has {memory.total:,} B of memory, "
+            f"{memory.available:,} B of it free",
+            fixes=(f"--kv-memory {memory.available // 2**20}MiB at most", "leave it out"),
+        )
     return plan_cache(
         layers,
         options,
         max_context=max_context,
         default_format=str(activations).removeprefix("torch."),
-        free_bytes=psutil.virtual_memory().available,
+        free_bytes=memory.available,
     )
 
 

@@ -17,7 +17,8 @@ class KVReport:
     bytes_per_token: what a token adds while every layer holds it. blocks_peak, physical_bytes_peak: blocks held.
     logical_bytes: tokens x full precision, in every layer. reserved_bytes: what sequences kept from others.
     utilisation: tokens stored over tokens reserved, 0 to 1. scratch_bytes_peak: with `--cache none`, one layer's keys
-    and values of a step, which nothing keeps.
+    and values of a step, which nothing keeps. grain: what a block holds: all layers of a cache group, one layer, or one
+    KV head of one.
     """
 
     cache: str
@@ -31,6 +32,7 @@ class KVReport:
     utilisation: float
     pool_bytes: int
     scratch_bytes_peak: int = 0
+    grain: str = "group"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,4 +103,5 @@ def kv_report(cache: CacheManager | RecomputeCache) -> KVReport:
         utilisation=peak.utilisation,
         pool_bytes=peak.pool_bytes,
         scratch_bytes_peak=cache.scratch_bytes_peak if isinstance(cache, RecomputeCache) else 0,
+        grain=plan.groups[0].grain if plan.groups else "group",
     )

@@ -33,7 +33,8 @@ WINDOW_TOKENS = 4096
 class Advice:
     """One change. kind: 'setting' (a flag), 'policy' (a technique of Kvarn's cache) or 'model' (another architecture,
     for comparison). saved_bytes: on the fullest device, for the same sequences; concurrency: times as many at once;
-    context: times as long. price: what it costs in quality or speed."""
+    context: times as long, where memory sets no limit up to the length that the model was made for. price: what it
+    costs in quality or speed."""
 
     change: str
     kind: str
@@ -162,10 +163,17 @@ def _try(
     except KvarnError:
         return None
     saved = _used(before) - _used(after)
-    at_once, longer = _times(after.capacity.concurrency, before.capacity.concurrency), None
-    longer = _times(after.capacity.max_context, before.capacity.max_context)
+    at_once = _times(after.capacity.concurrency, before.capacity.concurrency)
+    longer = _times(after.capacity.max_context, _comparable(before.capacity.max_context, after))
     gains = saved > 0 or (at_once or 0) > 1.0 or (longer or 0) > 1.0
     return Advice(words, kind, after.verdict, saved, at_once, longer, price) if gains else None
+
+
+def _comparable(longest_before: int | None, after: Plan) -> int | None:
+    """What the longest context is compared with: the model's own length, where only that limits it afterwards."""
+    if longest_before is None or after.model_context is None or after.capacity.max_context != after.model_context:
+        return longest_before
+    return min(longest_before, after.model_context)
 
 
 def _gain(times: float | None) -> str:

@@ -57,6 +57,11 @@ def take_flags(profile: Profile, arguments: Sequence[str]) -> tuple[dict[str, An
     return fields, rest
 
 
+def engines_with_flag(name: str) -> tuple[str, ...]:
+    """Engines that have a flag of that name."""
+    return tuple(e for e in engine_names() if any(name in flag.names for flag in load_engine(e)[0].flags))
+
+
 def _read(flag: Flag, name: str, text: str) -> Any:
     try:
         return flag.read(text)

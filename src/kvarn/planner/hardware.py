@@ -28,7 +28,7 @@ def load_hardware(text: str) -> Device:
         return this_machine()
     if entry := find_device_entry(text):
         return _device(entry)
-    raise UnknownName("hardware", text, ("this", *hardware_names()))
+    raise UnknownName("hardware", text, ("this", *hardware_names()), listed_by="kvarn plan --list-hardware")
 
 
 def known_read_bytes_per_s() -> float | None:

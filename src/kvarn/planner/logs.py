@@ -68,6 +68,15 @@ _LLAMA_OLD = re.compile(
 )
 
 
+_MARKS = {
+    "ollama": r"memory\.required\.kv|ollama",
+    "llama.cpp": r"llama_(?:kv_cache|memory_recurrent|new_context|model_load)",
+    "tensorrt-llm": r"\[TensorRT-LLM\]|KV cache primary pool|max tokens in paged KV cache",
+    "sglang": r"KV Cache is allocated|\bsglang\b",
+    "vllm": r"\bvllm\b|GPU KV cache size|# GPU blocks|Available KV cache memory|KV cache is needed",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Logged:
     """One figure of a log: value in units of `unit` (bytes for sizes), what half a unit of its last digit is worth."""
@@ -101,6 +110,13 @@ def read_figure(name: str, digits: str, unit: str | None = None) -> Logged:
     plain = digits.replace(",", "")
     half = _half(plain) * scale if unit or "." in plain else 0.0
     return Logged(name, float(plain) * scale, half, f"{digits}{' ' + unit if unit else ''}")
+
+
+def engine_of_log(text: str) -> str | None:
+    """The engine that wrote a log, with its release where the log says it; None where nothing tells."""
+    if release := re.search(r"LLM engine \(v(\d+\.\d+(?:\.\d+)?)", text):
+        return f"vllm@{release[1]}"
+    return next((name for name, mark in _MARKS.items() if re.search(mark, text)), None)
 
 
 def parse_log(text: str) -> dict[str, Logged]:
@@ -232,10 +248,13 @@ def log_report(found: tuple[Compared, ...], case: Case) -> list[str]:
         rows.append((c.name, c.text, _show(c), said))
     judged = [c for c in found if c.agrees is not None]
     bad = [c.name for c in judged if not c.agrees]
+    if not found:
+        return ["no figure of a KV cache was found in this log"]
     head = f"{len(judged) - len(bad)} of {len(judged)} figures agree with the log"
     head += f"; {', '.join(bad)} differ" if bad else ""
     per = replica_sequences(case.settings)
-    return [head + f" ({case.profile.name}, {per} sequences of {case.settings.context_tokens:,} tokens)", *table(rows)]
+    load = f"{per} sequence{'s' * (per != 1)} of {case.settings.context_tokens:,} tokens"
+    return [f"{head} ({case.profile.name}, {load})", *table(rows)]
 
 
 def _show(c: Compared) -> str:

@@ -49,10 +49,16 @@ def summary(plan: Plan) -> list[str]:
     ]
 
 
+def _term_row(term: Term) -> tuple[str, str, str, str]:
+    if term.certainty == "unknown":
+        return term.name, "?", "?", "unknown"
+    return term.name, f"{term.bytes:,} B", show_bytes(term.bytes), _range(term)
+
+
 def memory_table(plan: Plan) -> list[str]:
     """One device's terms; with what is free they add up to its memory."""
     title = "Memory of one device" if plan.tp * plan.pp * plan.dp == 1 else "Memory of the fullest device"
-    rows = [(t.name, f"{t.bytes:,} B", show_bytes(t.bytes), _range(t)) for t in plan.terms]
+    rows = [_term_row(t) for t in plan.terms]
     if plan.device:
         free = plan.device.free_bytes
         rows.append(("free" if free >= 0 else "missing", f"{free:,} B", show_bytes(free), "what is left"))
@@ -60,7 +66,8 @@ def memory_table(plan: Plan) -> list[str]:
         rows.append(("device", f"{total:,} B", show_bytes(total), f"= {show_both(total).split(' = ')[-1]}, the sum"))
     else:
         total = sum(t.bytes for t in plan.terms)
-        rows.append(("sum", f"{total:,} B", show_bytes(total), show_both(total).split(" = ")[-1]))
+        known = " of what is known" * any(t.certainty == "unknown" for t in plan.terms)
+        rows.append((f"sum{known}", f"{total:,} B", show_bytes(total), show_both(total).split(" = ")[-1]))
     lines = [title, *table(rows)]
     if plan.device:
         lines.append(f"  the process itself: {show_both(plan.process_bytes)} at its peak")

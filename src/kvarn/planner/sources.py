@@ -124,7 +124,7 @@ def _from_hub(source: str, fetch: bool) -> ModelGeometry:
     if source in short_names():
         return replace(_from_gguf(resolve(source, fetch=fetch).path), name=source)
     if source.count("/") != 1 or not fetch:
-        raise UnknownName("model", source, model_names())
+        raise UnknownName("model", source, model_names(), listed_by="kvarn plan --list-models")
     directory = fetch_config_only(source)
     geometry = _from_config(directory / "config.json", source, stored_bytes(directory))
     return replace(geometry, provenance=f"hub: {source}, revision {directory.name}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import click
 import pytest
 from click.testing import CliRunner
 
-from kvarn.bench.commands._options import plot_option
+from kvarn.bench.commands._options import json_option, plot_option
 from kvarn.bench.commands.cache import _mix
 from kvarn.bench.commands.engine import numbers
 from kvarn.bench.sweep import engine_cases
@@ -28,6 +31,16 @@ def test_the_mix_fits_its_context_and_repeats() -> None:
 def test_lists_of_numbers_are_checked(text: str) -> None:
     with pytest.raises(click.BadParameter):
         numbers(text)
+
+
+@pytest.mark.parametrize("option", [json_option, plot_option])
+def test_a_path_that_cannot_be_written_stops_at_once(option: Callable, tmp_path: Path) -> None:
+    measured: list[object] = []
+    command = click.command()(option(lambda **given: measured.append(given)))
+    name = command.params[0].opts[0]
+    for path in (tmp_path / "no" / "x.png", tmp_path):
+        done = CliRunner().invoke(command, [name, str(path)])
+        assert done.exit_code == 2 and not measured, done.output
 
 
 @pytest.mark.parametrize(("path", "said"), [("no/such/x.png", "no directory"), ("x.bmp", ".svg or .png")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -163,3 +164,19 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         child.stdout.close()
         err = child.stderr.read()
     assert (child.returncode, err) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--list-models"], ["plan", "llama-3.1-8b"]])
+def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvarn", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes a descriptor of the child")
+def test_a_closed_stdout_is_no_bug() -> None:
+    done = kvarn("--version", preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, "")

@@ -206,7 +206,9 @@ def test_too_long_for_the_context_or_the_cache(directory: Path, llm: LLM) -> Non
         ({"residual_tokens": -1}, IncompatiblePlan, "residual_tokens is -1"),
         ({"kv_memory_bytes": 0}, IncompatiblePlan, "0 B"),
         ({"kv_memory_bytes": 10}, DoesNotFit, "10 B"),
+        ({"kv_memory_bytes": 1 << 60}, DoesNotFit, "of KV cache; this machine has"),
         ({"threads": 0}, IncompatiblePlan, "threads is 0"),
+        ({"threads": 99999}, InvalidRequest, "99999 threads on"),
         ({"fast_memory_bytes": 10}, IncompatiblePlan, "10 B for second forms"),
     ],
 )
