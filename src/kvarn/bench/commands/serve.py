@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvarn.bench.commands._options import json_option
+from kvarn.bench.commands._options import json_option, plot_option
 from kvarn.bench.measure import context_for
 from kvarn.bench.peers import OWN
 from kvarn.bench.serve_client import Target
@@ -68,7 +68,7 @@ RUN_NAMES = ("cold", "warm")
 @click.option("--start-timeout-s", type=float, default=300.0, show_default=True, help="Until a started server answers.")
 @click.option("--timeout-s", type=float, default=600.0, show_default=True, help="Of one read from a server.")
 @json_option
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a picture of the distributions here.")
+@plot_option
 def COMMAND(urls: tuple[str, ...], json_path: Path | None, plot_path: Path | None, repeat: int, **given: Any) -> None:
     """Load OpenAI-compatible servers, one after the other with the same requests, and measure: requests and tokens a
     second, time to the first token and per token, goodput under a goal, errors.
