@@ -131,8 +131,9 @@ def test_after_preemptions(by_layers: bool, kv: str) -> None:
     """A pool far too small for all, so that sequences lose their blocks and compute them again."""
     long = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=1)
     asked = [(TEXT[: 17 + i], long) for i in range(5)]
-    small = engine_of("llama", kv, blocks=24, step_tokens=16, prefix_caching=False)
+    small = engine_of("llama", kv, blocks=24, step_tokens=16, max_seqs=5, prefix_caching=False)
     watch = serve(layer_by_layer(small) if by_layers else small, asked)
     assert watch.preemptions > 0
+    assert by_layers == any(r.layers is not None for s in watch.steps for r in s.plan.rows)
     roomy = serve(engine_of("llama", kv, prefix_caching=False), asked)
     assert [answer_of(watch, str(i)) for i in range(5)] == [answer_of(roomy, str(i)) for i in range(5)]

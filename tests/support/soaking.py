@@ -15,12 +15,12 @@ from support.serving import Running, running_server
 from support.soak_clients import CLIENTS, STUCK_S, ClientReport, play
 
 WARM_SHARE = 0.5  # of the time, before memory is measured for the first time
-GROWTH_BYTES = 16e6
+GROWTH_BYTES = 16e6  # by which the server's resident memory may grow from then to the end
 
 
 @dataclass
 class SoakReport:
-    """clients: what they saw. rss: the server's bytes, warm and last."""
+    """clients: what they saw. rss: the server's resident bytes after WARM_SHARE of the time, and at the end."""
 
     seconds: float
     clients: ClientReport = field(default_factory=ClientReport)
@@ -32,17 +32,22 @@ class SoakReport:
     rss_end: int = 0
 
     @property
+    def growth_bytes(self) -> float:
+        return self.rss_end - self.rss_warm if self.rss_warm else float("inf")
+
+    @property
     def good(self) -> bool:
         wrong = self.clients.lost or self.clients.unexpected or self.leaked_sequences or self.ledger_error
-        return self.idle and not wrong and self.rss_end - self.rss_warm < GROWTH_BYTES
+        return self.idle and not wrong and self.growth_bytes <= GROWTH_BYTES
 
     def __str__(self) -> str:
-        seen, growth = self.clients, (self.rss_end - self.rss_warm) / 1e6
+        seen = self.clients
         return (
             f"{'good' if self.good else 'BAD'}: {self.seconds:.0f} s, {sum(seen.outcomes.values())} requests "
             f"{dict(seen.outcomes)}, lost or stuck {seen.lost}, unexpected {seen.unexpected[:5]}, preemptions "
             f"{self.preemptions}, sequences left {self.leaked_sequences}, ledger {self.ledger_error or 'balanced'}, "
-            f"memory grew {growth:+.1f} MB after warming"
+            f"resident memory {self.rss_warm / 1e6:.1f} MB at half of the time, {self.rss_end / 1e6:.1f} MB at "
+            f"the end ({self.growth_bytes / 1e6:+.1f} MB, {GROWTH_BYTES / 1e6:.0f} allowed)"
         )
 
 

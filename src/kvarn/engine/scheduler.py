@@ -6,6 +6,8 @@ becomes *protected*: it goes before all others and runs only while no other prot
 it again. The waiting ones go by priority, then by what their tenant was served, then by arrival; a priority that is
 passed over for `aging_s` counts as the next higher one until one of its sequences had a turn. Nobody is admitted past
 the first one that does not fit, so that one gets in when enough others have finished.
+
+How long a long prompt takes beside rows that decode: docs/adr/0012.
 """
 
 from __future__ import annotations
@@ -166,14 +168,15 @@ class Scheduler(Sequences):
         long = seq.is_long(self.config.short_tokens)
         return min(step.left_tokens, step.allowance.tokens(seq.computed_tokens) if long else step.short_tokens)
 
-    def _read_again(self, seq: Sequence, step: StepDraft) -> None:
+    def _read_again(self, seq: Sequence, step: StepDraft) -> bool:
         """A part of its text through all layers, or beside rows that decode through about as many as a prompt's tokens
-        would cost. It is a pass of its own, so a part may be longer than what is left of the step."""
+        would cost. It is a pass of its own, so a part may be longer than what is left of the step. Whether it came on.
+        """
         every, begin, n_tokens = self.config.model_layers or 1, seq.again_layers, seq.again_tokens[0]
         most = n_tokens if step.allowance is None else max(0, step.allowance.tokens(seq.computed_tokens))
         layers = Layers(begin, min(every, begin - -every * most // n_tokens), every)
         if layers.end == begin:
-            return
+            return False
         row = Row(seq.seq_id, seq.computed_tokens, n_tokens, False, (), layers)
         step.again[seq.seq_id] = row
         step.left_tokens -= min(n_tokens, step.left_tokens)
@@ -182,12 +185,19 @@ class Scheduler(Sequences):
         seq.again_layers = 0 if row.complete else layers.end
         if row.complete:
             del seq.again_tokens[0]
-        self._turns.had(seq, step.now_s)
+        return True
 
     def _take_turn(self, seq: Sequence, step: StepDraft) -> None:
-        if seq.again_tokens:
-            self._read_again(seq, step)
-            return
+        """Bring it on. Where nothing is left for it, whoever of its priority stands behind it may still get something,
+        but that priority counts as passed over."""
+        came_on = self._read_again(seq, step) if seq.again_tokens else self._go_on(seq, step)
+        if not came_on:
+            step.passed_over.add(seq.entry.priority)
+        elif seq.entry.priority not in step.passed_over:
+            self._turns.had(seq, step.now_s)
+
+    def _go_on(self, seq: Sequence, step: StepDraft) -> bool:
+        """The next chunk of its prompt, or some more layers of the one under way. Whether anything was left for it."""
         layers = None
         if layered := seq.chunk_tokens or self._layered(seq, step):
             layers = self._layers(seq, layered, step)
@@ -196,14 +206,16 @@ class Scheduler(Sequences):
             n_tokens = self._chunk(seq, step)
         if n_tokens:
             self._give(seq, n_tokens, step, layers)
-            self._turns.had(seq, step.now_s)
+        return n_tokens > 0
 
     def _layered(self, seq: Sequence, step: StepDraft) -> int:
-        """Tokens of its next chunk where that better goes through the layers in several steps; else 0."""
+        """Tokens of its next chunk where that better goes through the layers in several steps; else 0. Never so many
+        that rows that decode could leave no room for it before it is through."""
         every = self.config.model_layers
         if step.allowance is None or not every or not seq.entry.by_layers or not seq.is_long(self.config.short_tokens):
             return 0
-        layered = min(self._most(seq, step), step.allowance.layered_tokens(seq.computed_tokens, every))
+        room = self.config.step_tokens - (self.config.max_seqs - 1)
+        layered = min(room, self._most(seq, step), step.allowance.layered_tokens(seq.computed_tokens, every))
         return layered if layered > self._chunk(seq, step) > 0 else 0
 
     def _layers(self, seq: Sequence, n_tokens: int, step: StepDraft) -> Layers:

@@ -106,7 +106,8 @@ class StepPlan:
 @dataclass(slots=True)
 class StepDraft:
     """A plan while it is made. left_tokens: rows that it may still take. Beside rows that decode, short prompts may
-    have short_tokens of them, and long ones what the allowance gives (None: nobody decodes)."""
+    have short_tokens of them, and long ones what the allowance gives (None: nobody decodes). passed_over: priorities
+    of prompts whose turn it was and for which nothing was left."""
 
     now_s: float
     left_tokens: int
@@ -120,6 +121,7 @@ class StepDraft:
     held: list[HeldBack] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     head_wait: WaitReason | None = None
+    passed_over: set[int] = field(default_factory=set)
 
     @property
     def ran_out(self) -> bool:

@@ -30,7 +30,12 @@ def make_app(context: ServerContext) -> FastAPI:
         await asyncio.to_thread(context.thread.stop, context.settings.drain_s + context.settings.stall_s)
 
     app = FastAPI(
-        title="Kvarn", version=__version__, lifespan=lifespan, redoc_url=None, separate_input_output_schemas=False
+        title="Kvarn",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own page fetches its scripts from elsewhere: see routes/state.py
+        redoc_url=None,
+        separate_input_output_schemas=False,
     )
     for name in names_in(_ROUTES):
         module = import_module(f"{_ROUTES}.{name}")

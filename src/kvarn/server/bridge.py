@@ -158,6 +158,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked did not wait for it
             try:
                 future.set_result(function(self._engine))
             except Exception as error:

@@ -1,7 +1,10 @@
 """How each format stores one side (K or V) of blocks: the specification of `seal` and `decode`.
 
 Everything here works on sides seen as tokens x channels: x [..., B, n]; held [..., B] bool says which slots hold a
-token. Slots that hold nothing count for no scale and get code 0, so whatever stood there never leaves it.
+token. Slots that hold nothing count for no scale and get code 0, so whatever stood there never leaves it. A NaN makes
+the scale that it counts for a NaN, so that all that is read by that scale is one too: it is never hidden. What is too
+large, an infinity too, becomes the largest number that the format can say there; in a rotated format, where all
+channels would show it, an infinity makes the token NaNs, as do numbers beyond about 1e19.
 
 Packed codes stand in stripes of s elements of a row (32; 16 or 8 where the row does not divide by it). With 4 bits
 element i of a stripe is in byte i % (s/2), shifted by 4 * (i // (s/2)); with 2 bits in byte i % (s/4), shifted by
@@ -88,7 +91,8 @@ class AffineCodec:
         empty = low > high
         low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
         top = 2**self.bits - 1
-        scale = ((high - low) / top).clamp(max=HALF_MAX).to(torch.float16)
+        span = (high - low).masked_fill(high == low, 0.0)  # two infinities have no distance
+        scale = (span / top).clamp(max=HALF_MAX).to(torch.float16)
         zero = low.clamp(-HALF_MAX, HALF_MAX).to(torch.float16)
         codes = _divide(grouped - zero.to(x.dtype), scale.to(x.dtype)).round().clamp(0, top).masked_fill(~seen, 0.0)
         codes = codes if tokens_in_row else codes.flatten(-2)
@@ -120,7 +124,8 @@ class TurboCodec:
         levels = centroids[codes]
         scale = (turned * levels).sum(-1) / levels.square().sum(-1)
         silent = ~held | (rms[..., 0] == 0)
-        scale = scale.clamp(0.0, HALF_MAX).masked_fill(silent, 0.0).to(torch.float16)
+        scale = scale.clamp(0.0, HALF_MAX).masked_fill(silent, 0.0).masked_fill(~rms[..., 0].isfinite(), torch.nan)
+        scale = scale.to(torch.float16)
         codes = codes.masked_fill(silent[..., None], 0)
         return pack(_rows(codes, tokens_in_row), self.bits), scale
 

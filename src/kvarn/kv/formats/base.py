@@ -54,7 +54,11 @@ class QuantizedFormat(Format):
 @dataclass(frozen=True)
 class TokenScaled(QuantizedFormat):
     """One scale a token and head, for keys and values alike: attention folds the first into the score and the second
-    into the softmax weight."""
+    into the softmax weight.
+
+    A NaN in a token's keys or values makes its scale a NaN, and so all its channels: what attends to it becomes NaN. An
+    infinity is stored as 127 times the largest scale, 65504, beside which the token's other channels are 0; in a
+    rotated format, whose channels would all show it, it makes the token NaNs."""
 
     def k_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
         return (self._codes("k", dim, block_size), TensorLayout("k_scale", (block_size,), SCALE, token_axis=0))
@@ -66,7 +70,11 @@ class TokenScaled(QuantizedFormat):
 @dataclass(frozen=True)
 class Affine(QuantizedFormat):
     """KIVI (Liu et al. 2024, section 3): keys with a scale and zero point a channel over the block's tokens, values
-    with one a token and group of channels. A block's keys share scales, so no single token can be rewritten."""
+    with one a token and group of channels. A block's keys share scales, so no single token can be rewritten.
+
+    A NaN makes the scale and zero point that it shares NaNs: in values its token's group of channels, in keys its
+    channel of the whole block, so that every query that reads the block becomes NaN. An infinity is stored as the
+    largest number that zero point and scale, of 65504 at most, can say."""
 
     def k_layout(self, dim: int, block_size: int) -> tuple[TensorLayout, ...]:
         codes = self._codes("k", dim, block_size)

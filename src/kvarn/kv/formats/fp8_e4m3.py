@@ -1,4 +1,4 @@
-"""8-bit floats with 4 bits of exponent and 3 of mantissa; beyond +-448 they saturate."""
+"""8-bit floats with 4 bits of exponent and 3 of mantissa; beyond +-448 they saturate; a NaN stays one."""
 
 from __future__ import annotations
 

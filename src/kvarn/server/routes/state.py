@@ -66,13 +66,22 @@ def make_router(context: ServerContext) -> APIRouter:
     @router.get("/dashboard", response_class=HTMLResponse, responses={200: _HTML})
     async def dashboard() -> Response:
         """A page that shows the stats and the events."""
-        return HTMLResponse(files("kvarn.server").joinpath("dashboard.html").read_text(encoding="utf-8"))
+        return _page("dashboard.html")
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """A page that shows /openapi.json. It needs nothing from elsewhere, so it works without a network."""
+        return _page("api.html")
 
     @router.get("/", include_in_schema=False)
     async def root() -> Response:
         return RedirectResponse("/dashboard")
 
     return router
+
+
+def _page(name: str) -> HTMLResponse:
+    return HTMLResponse(files("kvarn.server").joinpath(name).read_text(encoding="utf-8"))
 
 
 def _status(context: ServerContext) -> tuple[str, float]:

@@ -1,11 +1,13 @@
 // Encoding one side of one block from floats, format by format. x is [n_rows][n] as the side is laid out (K: channels x
 // tokens, V: tokens x channels); held[token] < 0 marks slots that hold nothing: they count for no scale and get code 0.
+// A NaN makes the scale that it counts for a NaN, and with it all that is read by that scale.
 #pragma once
 #include "codecs.h"
 
 namespace {
 
 constexpr float kHalfMax = 65504.0f, kFP8Max = 448.0f;
+constexpr uint16_t kHalfNaN = 0x7e00;
 
 INLINE float clampf(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 INLINE int clampi(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
@@ -55,9 +57,12 @@ inline void encode_int8(const Block& b, uint8_t* codes, uint16_t* scale) {
   for (int t = 0; t < b.tokens(); t++) {
     scale[t] = 0;
     if (b.held[t] < 0) continue;
-    float top = 0.0f;
-    for (int c = 0; c < b.channels(); c++) top = fmax2(top, __builtin_fabsf(b.get(t, c)));
-    scale[t] = float_f16(fmin2(top / 127.0f, kHalfMax));
+    uint32_t top = 0;  // a magnitude's bits: these of a NaN are the largest
+    for (int c = 0; c < b.channels(); c++) {
+      const uint32_t bits = float_bits(b.get(t, c)) & 0x7fffffff;
+      top = bits > top ? bits : top;
+    }
+    scale[t] = float_f16(clampf(bits_float(top) / 127.0f, 0.0f, kHalfMax));
     float step = f16_float(scale[t]);
     for (int c = 0; c < b.channels(); c++)
       put_code(b, kInt8, codes, t, c, clampi(int(clampf(code_of(b.get(t, c), step), -127, 127)), -127, 127));
@@ -71,12 +76,13 @@ inline void encode_affine_part(const Block& b, int codec, uint8_t* codes, int t0
   float low = __builtin_inff(), high = -__builtin_inff();
   for (int t = t0; t < t1; t++)
     for (int c = c0; c < c1 && b.held[t] >= 0; c++) {
-      low = fmin2(b.get(t, c), low);
-      high = fmax2(b.get(t, c), high);
+      const float x = b.get(t, c);
+      low = x < low || x != x ? x : low;  // no number is below a NaN
+      high = fmax2(x, high);
     }
-  *scale = *zero = 0;
+  *scale = *zero = low != low ? kHalfNaN : 0;
   if (!(low <= high)) return;
-  *scale = float_f16(fmin2((high - low) / float(top), kHalfMax));
+  *scale = low < high ? float_f16(fmin2((high - low) / float(top), kHalfMax)) : 0;  // two infinities have no distance
   *zero = float_f16(clampf(low, -kHalfMax, kHalfMax));
   float step = f16_float(*scale), base = f16_float(*zero);
   for (int t = t0; t < t1; t++)
@@ -110,7 +116,11 @@ inline void encode_turbo(const Block& b, int codec, uint8_t* codes, uint16_t* sc
     turbo_rotate(y, n);
     for (int c = 0; c < n; c++) squares += y[c] * y[c];
     float rms = __builtin_sqrtf(squares / float(n));
-    if (!(rms > 0.0f)) continue;
+    if (rms == 0.0f) continue;
+    if (!(rms < __builtin_inff())) {  // a NaN, an infinity, or squares beyond one
+      scale[t] = kHalfNaN;
+      continue;
+    }
     for (int c = 0; c < n; c++) {
       int code = 0;
       while (code + 1 < levels && y[c] > 0.5f * (table[code] + table[code + 1]) * rms) code++;

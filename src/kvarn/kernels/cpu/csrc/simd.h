@@ -261,12 +261,13 @@ INLINE uint16_t float_f16(float f) {  // round to nearest even; overflow becomes
   return uint16_t(sign | (u >> 13));
 #endif
 }
-INLINE vf fp8_vf(vb b) {  // e4m3 is a half with its exponent 8 lower
-  vh h = widen_half(b);
-  return f16_vf(((h & 0x7f) << 7) | ((h & 0x80) << 8)) * 256.0f;
+INLINE vf fp8_vf(vb b) {  // e4m3 is a half with its exponent 8 lower; its one NaN, 0x7f, gets a NaN's exponent
+  vh h = widen_half(b), magnitude = (h & 0x7f) << 7;
+  return f16_vf(magnitude | ((magnitude + 0x80) & 0x4000) | ((h & 0x80) << 8)) * 256.0f;
 }
 INLINE float fp8_float(uint8_t b) {
-  return f16_float(uint16_t(((b & 0x7f) << 7) | ((b & 0x80) << 8))) * 256.0f;
+  const int magnitude = (b & 0x7f) << 7;
+  return f16_float(uint16_t(magnitude | ((magnitude + 0x80) & 0x4000) | ((b & 0x80) << 8))) * 256.0f;
 }
 INLINE vf i8_vf(vs8 b) { return __builtin_convertvector(widen(b), vf); }
 
