@@ -24,8 +24,8 @@ class Entry:
     between them as it does while decoding. stepwise: the same for what was generated and has to be computed again
     after a preemption; where the cache decides between blocks, it then decides the same. patient: nobody waits for
     its next token, only for its last: prompts beside it need not be held short. by_layers: chunks may go through the
-    layers in several steps. token_by_token: what was generated comes back so, since rows that grow unevenly seal
-    blocks within what is one block of the text. Raises InvalidRequest.
+    layers in several steps. token_by_token: what is replayed or was generated comes back so, since rows that grow
+    unevenly seal blocks within what is one block of the text. Raises InvalidRequest.
     """
 
     seq_id: int
@@ -63,7 +63,7 @@ class Entry:
         if not (self.replayed_tokens or self.stepwise):
             return None
         begin = len(self.prompt_ids) - self.replayed_tokens
-        if self.token_by_token and start >= len(self.prompt_ids):
+        if self.token_by_token and start >= begin:
             return start + 1
         return begin if start < begin else start - start % self.block_tokens + self.block_tokens
 
