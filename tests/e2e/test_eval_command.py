@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 
 import pytest
 
 from kvarn.cli._frame import run
+from kvarn.evals.records import Results
+from kvarn.evals.summary import summaries
 from support.models import write_model_directory
 
 SMALL = ["--context-tokens", "96", "--stride-tokens", "32", "--windows", "2", "--lengths", "240", "--cases", "1"]
@@ -61,11 +65,55 @@ def test_run_again_it_measures_only_what_is_missing(
     capsys.readouterr()
     assert run(["eval", model, "--caches", "int8", "--tasks", "ppl", *SMALL, "-o", str(out)]) == 0
     assert rows(out) == before
-    assert "4 of 4 measurements are there already" in capsys.readouterr().err
+    assert "3 of 3 measurements are there already" in capsys.readouterr().err
     assert run(["eval", model, "--caches", "int8", "--tasks", "ppl,kl", *SMALL, "--windows", "1", "-o", str(out)]) == 0
     assert rows(out)[: len(before)] == before
     added = rows(out)[len(before) :]
     assert {(r["cache"], r["task"]) for r in added} == {(c, t) for c in ("full", "int8") for t in ("ppl", "kl")}
+
+
+def test_a_choice_that_is_added_has_all_speeds_measured_again(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Together: those of an earlier hour are not to be compared with its own."""
+    out = tmp_path / "out"
+    asked = ["eval", model, "--tasks", "ppl", *SMALL, "-o", str(out)]
+    assert run([*asked, "--caches", "int8"]) == 0
+    before = rows(out)
+    capsys.readouterr()
+    assert run([*asked, "--caches", "int8; int4"]) == 0
+    assert "2 of 4 measurements are there already" in capsys.readouterr().err
+    added = rows(out)[len(before) :]
+    speeds = {r["cache"]: r for r in added if r["metric"] == "decode_tokens_per_s"}
+    assert set(speeds) == {"full", "int8", "int4"}
+    assert len({r["fingerprint"] for r in speeds.values()}) == 1
+    assert all(len(r["samples"]) == 5 and r["stderr"] > 0 for r in speeds.values())
+    assert {r["cache"] for r in added if r["task"] == "ppl"} == {"int4"}
+    found = summaries(Results(out / "results.jsonl").all())
+    assert {s.cache: s.decode_tokens_per_s for s in found} == {c: r["value"] for c, r in speeds.items()}
+
+
+def test_errors_are_those_of_the_difference_to_the_full_cache(model: str, tmp_path: Path) -> None:
+    """Also where the full cache was measured in an earlier run."""
+    out = tmp_path / "out"
+    asked = ["eval", model, "--tasks", "ppl,kl", *SMALL, "--windows", "3", "-o", str(out)]
+    assert run([*asked, "--caches", "full"]) == 0
+    assert run([*asked, "--caches", "int4"]) == 0
+    full, few = (
+        {r["metric"]: r for r in rows(out) if r["cache"] == c and r["task"] != "speed"} for c in ("full", "int4")
+    )
+    assert len(few["perplexity"]["samples"]) == 3
+    rises = [a - b for a, b in zip(few["perplexity"]["samples"], full["perplexity"]["samples"], strict=True)]
+    error = statistics.stdev(rises) / math.sqrt(3)
+    assert few["perplexity"]["stderr"] == pytest.approx(few["perplexity"]["value"] * error)
+    assert few["rise_nats"]["stderr"] == pytest.approx(error, rel=1e-3)
+    assert few["rise_nats"]["stderr"] == pytest.approx(few["rise_nats_error"]["value"])
+    spread = statistics.stdev(full["perplexity"]["samples"]) / math.sqrt(3)
+    assert full["perplexity"]["stderr"] == pytest.approx(full["perplexity"]["value"] * spread)
+    assert few["perplexity"]["stderr"] < full["perplexity"]["stderr"] / 2  # the text is the same, so it is known better
+    assert few["kl_p99"]["stderr"] is None
+    page = (out / "report.html").read_text("utf-8")
+    assert f"± {few['perplexity']['stderr'] / full['perplexity']['value']:.2%})" in page
 
 
 def test_other_numerics_are_measured_apart(model: str, tmp_path: Path) -> None:

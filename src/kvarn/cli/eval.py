@@ -103,8 +103,9 @@ def COMMAND(
     """Measure what cache choices cost in quality, memory and speed.
 
     MODEL as in kvarn run. Results go to DIR: results.jsonl, report.html, and pictures as SVG and PNG. Run again, it
-    measures only what DIR does not hold yet. A choice is what --kv of kvarn run takes; share=N before it measures
-    --share-layers N. With --gate, kvarn run, chat and serve know which choices passed on this model.
+    measures only what DIR does not hold yet, and all speeds together where a choice is new. A choice is what --kv of
+    kvarn run takes; share=N before it measures --share-layers N. With --gate, kvarn run, chat and serve know which
+    choices passed on this model.
     """
     from kvarn.evals.choices import parse_eval_choices  # noqa: PLC0415  (torch, which the help pages must not load)
     from kvarn.evals.records import Results  # noqa: PLC0415
@@ -160,15 +161,16 @@ def _listening(evaluation: Evaluation) -> Iterator[Listener]:
         total = sum(u.cost_tokens for u in units if not u.done)
         task = bar.add_task("tokens", total=total)
         yield Listener(
-            begin=lambda unit: bar.update(task, description=f"{unit.choice.text} {unit.task}"),
+            begin=lambda unit: bar.update(task, description=f"{unit.cache} {unit.task}"),
             tick=lambda tokens: bar.advance(task, tokens),
         )
         bar.update(task, completed=total)
 
 
 def _done_line(unit: Unit, rows: Sequence[Row]) -> str:
-    found = ", ".join(f"{r.metric} {r.value:.4g}" for r in rows if not r.detail)
-    return f"{unit.choice.text} {unit.task}: {found}"
+    several = len(unit.choices) > 1
+    found = ", ".join(f"{r.cache + ' ' if several else ''}{r.metric} {r.value:.4g}" for r in rows if not r.detail)
+    return f"{unit.cache} {unit.task}: {found}"
 
 
 def _show(rows: Sequence[Row], budget: float, out: Path) -> None:

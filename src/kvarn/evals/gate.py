@@ -22,7 +22,8 @@ FOLDER = "verdicts"
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether a cache choice keeps a model's quality. rise: of perplexity, as a share; most_rise: what was allowed.
-    context_tokens: of the windows in which it was measured. why: the reasons of a failure."""
+    context_tokens: of the windows in which it was measured. why: the reasons of a failure. rise_error: its standard
+    error."""
 
     model: str
     cache: str
@@ -31,11 +32,13 @@ class Verdict:
     most_rise: float
     context_tokens: int
     why: tuple[str, ...] = ()
+    rise_error: float | None = None
 
     def __str__(self) -> str:
         outcome = "passed" if self.passed else "failed"
         reasons = f": {'; '.join(self.why)}" if self.why else ""
-        measured = f"perplexity {self.rise:+.2%} at {self.context_tokens} tokens, allowed {self.most_rise:+.2%}"
+        error = "" if self.rise_error is None else f" ± {self.rise_error:.2%}"
+        measured = f"perplexity {self.rise:+.2%}{error} at {self.context_tokens} tokens, allowed {self.most_rise:+.2%}"
         return f"{self.cache} {outcome} ({measured}){reasons}"
 
 
@@ -50,10 +53,9 @@ def judge(
         if (rise := choice.rise(found[0])) is None:
             raise KvarnError("the gate judges by perplexity, which was not measured", fixes=("--tasks ppl,kl",))
         why = broken(choice, found[0])
-        within = rise <= most_rise
-        verdicts.append(
-            Verdict(identity, choice.cache, within and not why, rise, most_rise, context_tokens, tuple(why))
-        )
+        passed = rise <= most_rise and not why
+        error = choice.rise_error(found[0])
+        verdicts.append(Verdict(identity, choice.cache, passed, rise, most_rise, context_tokens, tuple(why), error))
     return verdicts
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from kvarn.core.errors import KvarnError
 from kvarn.evals.records import Row
-from kvarn.evals.summary import ChoiceSummary, Key, shown_columns, summaries
+from kvarn.evals.summary import RATE, ChoiceSummary, Key, shown_columns, summaries
 
 MARKERS = "osD^vP*X<>hp"
 FORMS = ("seen", "unseen")
 LEAST_SPAN = 0.05  # of the value shown: differences below it should look small
 MOST_RISE = 0.05  # of perplexity: what is worse stands at the upper edge with its number, so that the others lie apart
+BARS = "bars: standard error, of the difference to the full cache over the same text, and of the speed"
 MOST_CELLS = 60  # of a map: more of them would be too small for a number
 
 
@@ -68,27 +69,29 @@ def _scatter(
     figure, ticker = _matplotlib()
     fig = figure.Figure(figsize=(9, 4.8), layout="constrained")
     axes = fig.subplots()
-    key, ring = quality or ("", ""), None
-    values = [choice.values[key] for choice in found if key in choice.values]
+    key = quality or ("", "")
+    drawn = [c for c in found if key in c.values and getattr(c, field) is not None]
+    values = [choice.values[key] for choice in drawn]
     ceiling = values[0] * (1 + MOST_RISE) if values and key[1].startswith("perplexity") else float("inf")
-    for index, choice in enumerate(c for c in found if key in c.values):
-        x, value, marker = getattr(choice, field), choice.values[key], MARKERS[index % len(MARKERS)]
-        y = min(value, ceiling)
-        axes.plot(x, y, marker, color=f"C{index % 10}", markersize=9, label=choice.cache)
-        if value > ceiling:
-            axes.annotate(
-                f"{value:,.4g} \u2191", (x, y), (8, 0), textcoords="offset points", va="center", fontsize="small"
-            )
+    for index, choice in enumerate(drawn):
+        x, y = getattr(choice, field), min(choice.values[key], ceiling)
+        x_error = choice.errors.get(RATE) if field == RATE[1] else None
+        y_error = choice.errors.get(key) if choice is not found[0] and choice.values[key] <= ceiling else None
+        look = {"color": f"C{index % 10}", "fmt": MARKERS[index % len(MARKERS)]}
+        axes.errorbar(x, y, y_error, x_error, **look, label=choice.cache, markersize=8, capsize=3, elinewidth=1)
+        if choice.values[key] > ceiling:
+            text = f"{choice.values[key]:,.4g} \u2191"
+            axes.annotate(text, (x, y), (8, 0), textcoords="offset points", va="center", fontsize="small")
         if choice.cache == best:
-            ring = (x, y)
-    if ring is not None:
-        axes.plot(*ring, "o", markersize=16, fillstyle="none", color="black", label="recommended")
+            axes.plot(x, y, "o", markersize=16, fillstyle="none", color="black", label="recommended", zorder=3)
     if values:
         _quality_axis(axes, key, [min(v, ceiling) for v in values], most_rise)
     axes.set(xlabel=label, xlim=(0, None))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.3)
     fig.legend(loc="outside right upper", fontsize="small")
+    if any(choice.errors.get(key) for choice in drawn[1:]):
+        fig.supxlabel(BARS, fontsize="small", color="gray")
     return fig
 
 

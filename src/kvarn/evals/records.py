@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,9 +16,12 @@ class Row:
     """One measured number.
 
     physical_bytes_peak: held at the fullest moment of the task, the prompt's prefill included. bytes_per_token: blocks
-    held at the end of the task's longest sequence, over the tokens of its text. decode_tokens_per_s: of this cache, in
-    the same run. n: tokens or cases behind the value. detail: where it belongs (length, depth). fingerprint: of all
-    that the task's values hang on; of_rows: how many rows have it.
+    held at the end of the task's longest sequence, over the tokens of its text. decode_tokens_per_s: of this cache, as
+    measured last by then; speeds are to be compared by the rows of the task `speed` that share a fingerprint: those
+    were measured together. n: tokens or cases behind the value. detail: where it belongs (length, depth). fingerprint:
+    of all that the task's values hang on; of_rows: how many rows have it. stderr: standard error of the value, by its
+    samples (windows, cases, turns); where the cache is not full, of its difference to the full cache on the same
+    samples (speeds: of the value itself). None where fewer than two samples tell.
     """
 
     cache: str
@@ -34,6 +37,11 @@ class Row:
     detail: Mapping[str, float] = field(default_factory=dict)
     fingerprint: str = ""
     of_rows: int = 0
+    stderr: float | None = None
+    samples: Sequence[float] = ()
+
+
+ADDED = frozenset({"stderr", "samples"})  # older files have rows without them
 
 
 class Results:
@@ -53,8 +61,9 @@ class Results:
                 found = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(found, dict) and set(found) == fields:
-                self._rows[found["fingerprint"]].append(Row(**found))
+            if isinstance(found, dict) and fields - ADDED <= set(found) <= fields:
+                row = Row(**{**found, "samples": tuple(found.get("samples", ()))})
+                self._rows[row.fingerprint].append(row)
         for fingerprint, rows in list(self._rows.items()):
             if len(rows) != rows[0].of_rows:
                 del self._rows[fingerprint]

@@ -63,7 +63,9 @@ TITLES = {
 NOTES = (
     "<p>B/token: blocks held after a prompt, over the tokens of its text. Peak: the fullest moment of any task, the "
     "prompt's prefill included, which a policy cuts only when it is complete. Seen: the question stood in the prompt "
-    "when tokens were dropped; unseen: it came later. Log-probabilities are nats a token of the right answer.</p>\n"
+    "when tokens were dropped; unseen: it came later. Log-probabilities are nats a token of the right answer. "
+    "&plusmn;: standard error over windows or questions, of the difference to the full cache on the same ones; of a "
+    "speed, over turns that the caches took one after the other.</p>\n"
 )
 
 

@@ -14,28 +14,33 @@ from kvarn.engine.build import assemble, check_before_loading
 from kvarn.evals.choices import FULL, EvalChoice
 from kvarn.evals.identity import model_identity
 from kvarn.evals.records import Results, Row
-from kvarn.evals.scoring import Scorer, Tick
-from kvarn.evals.tasks.base import Bench, Settings, Task, Value, load_task
+from kvarn.evals.scoring import Known, Scorer, Tick, Usage
+from kvarn.evals.tasks.base import Bench, Settings, Task, Value, error_of, load_task
+from kvarn.evals.tasks.speed import Speed
 from kvarn.kernels import load_backend
 from kvarn.kv.choice import policy_of, settled
 from kvarn.models.base import CausalLM
 from kvarn.models.loading import load_model
 from kvarn.text import Tokenizer, load_tokenizer
 
-VERSION = 1  # of what tasks measure: raising it measures everything again
+VERSION = 2  # of what tasks measure: raising it measures everything again
 SPEED = "speed"
 UNSTATED_CONTEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One task over one choice, and whether it was measured before."""
+    """One task over one choice, or the speeds of all choices; and whether it was measured before."""
 
-    choice: EvalChoice
+    choices: tuple[EvalChoice, ...]
     task: str
     fingerprint: str
     cost_tokens: int
     done: bool
+
+    @property
+    def cache(self) -> str:
+        return self.choices[0].text if len(self.choices) == 1 else f"{len(self.choices)} caches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +73,24 @@ class Evaluation:
             check_before_loading(files, settled(replace(choice.options(self._options), context_tokens=None)))
         self.identity = model_identity(files)
         self._models: dict[int, CausalLM] = {}
+        self._known: dict[EvalChoice, Known] = {}
         self._tokenizer: Tokenizer | None = None
 
     def units(self, trained_tokens: int | None = None) -> list[Unit]:
-        """What there is to do, choice by choice."""
+        """What there is to do: all speeds together, since another hour's are not to be compared with them; then choice
+        by choice."""
         trained = trained_tokens or UNSTATED_CONTEXT_TOKENS
-        found: list[Unit] = []
-        for choice in self._choices:
-            for name, task in self._tasks.items():
-                fingerprint = self._fingerprint(choice, name, task)
-                cost = task.cost_tokens(self._settings, trained)
-                found.append(Unit(choice, name, fingerprint, cost, bool(self._results.of(fingerprint))))
-        return found
+        each = [((choice,), name) for choice in self._choices for name in self._tasks if name != SPEED]
+        return [self._unit(choices, name, trained) for choices, name in [(self._choices, SPEED), *each]]
 
-    def _fingerprint(self, choice: EvalChoice, name: str, task: Task) -> str:
+    def _unit(self, choices: tuple[EvalChoice, ...], name: str, trained_tokens: int) -> Unit:
+        fingerprint = self._fingerprint(choices, name)
+        cost = len(choices) * self._tasks[name].cost_tokens(self._settings, trained_tokens)
+        return Unit(choices, name, fingerprint, cost, bool(self._results.of(fingerprint)))
+
+    def _fingerprint(self, choices: tuple[EvalChoice, ...], name: str) -> str:
         """Of all that the values hang on."""
+        task = self._tasks[name]
         read = {key: getattr(self._settings, key) for key in task.reads}
         engine = {k: str(getattr(self._options, k)) for k in ("weights", "block_size", "residual_tokens", "backend")}
         if self._options.numerics != "invariant":
@@ -90,7 +98,7 @@ class Evaluation:
         facts = {
             "version": [VERSION, __version__],
             "model": self.identity,
-            "cache": choice.text,
+            "cache": "; ".join(sorted(choice.text for choice in choices)),
             "task": name,
             **engine,
             **read,
@@ -112,22 +120,37 @@ class Evaluation:
 
     def _measure(self, unit: Unit, tick: Tick) -> list[Row]:
         task = self._tasks[unit.task]
-        scorer = self._scorer(unit.choice, task, tick)
-        full = scorer if unit.choice.is_full else self._scorer(FULL, task, tick)
-        policy = policy_of(unit.choice.params)
+        self._known = {choice: known for choice, known in self._known.items() if choice in (FULL, *unit.choices)}
+        benches = [self._bench(choice, task, tick) for choice in unit.choices]
+        if isinstance(task, Speed):
+            values = task.together(benches, self._settings)
+        else:
+            values = [task.run(bench, self._settings) for bench in benches]
+        total = sum(len(mine) for mine in values)
+        rows: list[Row] = []
+        for choice, bench, mine in zip(unit.choices, benches, values, strict=True):
+            rows += self._rows(unit, choice, bench.scorer.usages, mine, total)
+        return rows
+
+    def _bench(self, choice: EvalChoice, task: Task, tick: Tick) -> Bench:
+        scorer = self._scorer(choice, task, tick)
+        full = scorer if choice.is_full or isinstance(task, Speed) else self._scorer(FULL, task, tick)
+        policy = policy_of(choice.params)
         drops = policy is not None and policy.decides
-        bench = Bench(scorer, full, self._loaded_tokenizer(), self._trained_tokens(), drops)
-        values = task.run(bench, self._settings)
-        longest = max(scorer.usages, key=lambda u: u.tokens)
-        speed = self._speed(unit, values)
-        peak = max(u.peak_bytes for u in scorer.usages)
+        return Bench(scorer, full, self._loaded_tokenizer(), self._trained_tokens(), drops)
+
+    def _rows(
+        self, unit: Unit, choice: EvalChoice, usages: Sequence[Usage], values: Sequence[Value], of_rows: int
+    ) -> list[Row]:
+        longest = max(usages, key=lambda u: u.tokens)
+        speed = values[0].value if unit.task == SPEED else self._speed(choice)
         return [
             Row(
-                cache=unit.choice.text,
+                cache=choice.text,
                 task=unit.task,
                 metric=value.metric,
                 value=value.value,
-                physical_bytes_peak=peak,
+                physical_bytes_peak=max(u.peak_bytes for u in usages),
                 bytes_per_token=longest.held_bytes / longest.tokens,
                 decode_tokens_per_s=speed,
                 model=self._files.name,
@@ -135,16 +158,24 @@ class Evaluation:
                 n=value.n,
                 detail=dict(value.detail),
                 fingerprint=unit.fingerprint,
-                of_rows=len(values),
+                of_rows=of_rows,
+                stderr=error_of(value, self._beside(choice, unit.task, value)),
+                samples=tuple(value.samples),
             )
             for value in values
         ]
 
-    def _speed(self, unit: Unit, values: Sequence[Value]) -> float:
-        """The choice's decode speed, which its first unit measured."""
-        if unit.task == SPEED:
-            return values[0].value
-        return self._results.of(self._fingerprint(unit.choice, SPEED, self._tasks[SPEED]))[0].value
+    def _speed(self, choice: EvalChoice) -> float:
+        """The choice's decode speed, which the first unit measured."""
+        rows = self._results.of(self._fingerprint(self._choices, SPEED))
+        return next(r.value for r in rows if r.cache == choice.text)
+
+    def _beside(self, choice: EvalChoice, task: str, value: Value) -> Sequence[float] | None:
+        """The full cache's samples of the same value, where it is the difference to them that counts."""
+        if choice.is_full or not self._tasks[task].paired:
+            return None
+        rows = self._results.of(self._fingerprint((FULL,), task))
+        return next((r.samples for r in rows if (r.metric, r.detail) == (value.metric, dict(value.detail))), None)
 
     def _scorer(self, choice: EvalChoice, task: Task, tick: Tick) -> Scorer:
         """An engine with a cache that holds one sequence as long as the task needs, and no less than the budget."""
@@ -154,7 +185,8 @@ class Evaluation:
         options = replace(choice.options(self._options), context_tokens=context)
         backend = load_backend(options.backend)
         model = self._loaded_model(choice.share_layers)
-        return Scorer(assemble(model, self._loaded_tokenizer(), backend, options).engine, tick)
+        engine = assemble(model, self._loaded_tokenizer(), backend, options).engine
+        return Scorer(engine, tick, self._known.setdefault(choice, {}))
 
     def _loaded_model(self, share_layers: int) -> CausalLM:
         if share_layers not in self._models:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvarn.evals.records import Row
-from kvarn.evals.summary import ChoiceSummary, Key, as_rise, broken, shown_columns, summaries
+from kvarn.evals.summary import RATE, ChoiceSummary, Key, as_rise, broken, shown_columns, summaries
 
 MIB = 1 << 20
 FIXED = ("cache", "B/token", "smaller", "peak MiB", "tokens/s")
@@ -48,18 +48,28 @@ def line(choice: ChoiceSummary, full: ChoiceSummary, columns: Sequence[Key]) -> 
         f"{choice.bytes_per_token:,.0f}",
         f"{choice.smaller(full):.2f}x",
         f"{choice.peak_bytes / MIB:,.1f}",
-        f"{choice.decode_tokens_per_s:,.1f}",
+        _rate(choice),
         *(_cell(choice, full, key) for key in columns),
     ]
+
+
+def _rate(choice: ChoiceSummary) -> str:
+    """Tokens a second, where they were measured together with the full cache's."""
+    if (rate := choice.decode_tokens_per_s) is None:
+        return "-"
+    error = choice.errors.get(RATE)
+    return f"{rate:,.1f}" + ("" if error is None else f" ± {error:.1f}")
 
 
 def _cell(choice: ChoiceSummary, full: ChoiceSummary, key: Key) -> str:
     if (value := choice.values.get(key)) is None:
         return "-"
+    error = choice.errors.get(key) if choice is not full else None
     if key[1].endswith(("exact", "agreement")):
-        return f"{value:.1%}"
+        return f"{value:.1%}" + ("" if error is None else f" ± {error:.1%}")
     if key[1].startswith("perplexity"):
         base = full.values.get(key)
-        rise = f" ({as_rise(value / base)})" if base and choice is not full else ""
+        beside = "" if not base or error is None else f" ± {error / base:.2%}"
+        rise = f" ({as_rise(value / base)}{beside})" if base and choice is not full else ""
         return f"{value:,.3f}{rise}"
-    return f"{value:.4f}"
+    return f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")

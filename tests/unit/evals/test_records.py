@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,16 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert again.of("a") == rows("a", 2)
     assert again.of("b") == rows("b", 1)
     assert again.of("c") == []
+
+
+def test_rows_of_older_files_have_no_errors(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    Results(path).add([replace(row, stderr=0.5, samples=(1.0, 2.0)) for row in rows("a", 2)])
+    assert Results(path).of("a")[0].samples == (1.0, 2.0)
+    found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    older = [{k: v for k, v in row.items() if k not in ("stderr", "samples")} for row in found]
+    path.write_text("".join(json.dumps(row) + "\n" for row in older), "utf-8")
+    assert Results(path).of("a") == rows("a", 2)
 
 
 @pytest.mark.parametrize("cut", [2, 30, 200])

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvarn.core.errors import InvalidRequest
 from kvarn.core.requests import SamplingParams
 from kvarn.engine.engine import Engine
-from kvarn.evals.scoring import Scorer
+from kvarn.evals.scoring import Known, Scorer
 from support.engines import make_engine
 from support.models import VOCAB
 
@@ -26,6 +26,9 @@ CHOICES = (
     "snapkv:24,recent=8,query_tokens=4",
     "h2o:24+int8",
     "keydiff:25%,recent=4",
+    "knorm:40%,recent=4+int8,residual=8",
+    "tova:40%+fp8_e4m3,residual=8",
+    "adakv:40%,query_tokens=4+int8,residual=8",
 )
 
 
@@ -122,3 +125,17 @@ def test_greedy_tokens_are_an_exact_match() -> None:
 def test_nothing_to_score_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="nothing to score"):
         Scorer(make_engine()).score(IDS[:4], [])
+
+
+def test_what_is_known_of_a_choice_is_not_computed_again() -> None:
+    """Two tasks read the same windows, each in an engine of its own."""
+    known: Known = {}
+    ticks: list[int] = []
+    first, second = (Scorer(make_engine(kv="int8", block_size=8), ticks.append, known) for _ in range(2))
+    scores = first.score(IDS[:48], IDS[48:])
+    computed = sum(ticks)
+    again = second.score(IDS[:48], IDS[48:])
+    assert sum(ticks) == computed
+    assert again.logprobs.tolist() == scores.logprobs.tolist() and second.usages == first.usages
+    second.score(IDS[:40], IDS[40:])
+    assert sum(ticks) > computed

@@ -62,10 +62,10 @@ def _values(asked: Sequence[_Asked], prefix: str, detail: dict[str, float]) -> l
         mine = [a for a in asked if a.form == form]
         if not mine:
             continue
-        logprob = sum(a.logprob for a in mine) / len(mine)
-        exact = sum(a.exact for a in mine) / len(mine)
-        values += [Value(f"{prefix}{form}_logprob", logprob, len(mine), detail)]
-        values += [Value(f"{prefix}{form}_exact", exact, len(mine), detail)]
+        each = {"logprob": [a.logprob for a in mine], "exact": [float(a.exact) for a in mine]}
+        for metric, samples in each.items():
+            value = sum(samples) / len(samples)
+            values.append(Value(f"{prefix}{form}_{metric}", value, len(samples), detail, samples))
     return values
 
 

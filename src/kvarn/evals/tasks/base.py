@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -37,12 +38,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One measured number. n: over how many tokens or cases. detail: where it belongs (length, depth), if anywhere."""
+    """One measured number. n: over how many tokens or cases. detail: where it belongs (length, depth), if anywhere.
+    samples: what each window, case or turn gave, from which its error comes; none where there is nothing to compare.
+    slope: by how much the value moves where the mean of the samples moves by 1."""
 
     metric: str
     value: float
     n: int
     detail: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[float] = ()
+    slope: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,13 @@ class Bench:
 @dataclass(frozen=True)
 class Task:
     """Base of all tasks. shown: the metrics that a table shows, the most telling one first. reads: the settings that
-    change what it measures (they are part of a result's fingerprint). version: raised when it measures something else,
+    change what it measures (they are part of a result's fingerprint). paired: an error is that of the difference to
+    the full cache on the same samples (False: of the value itself). version: raised when it measures something else,
     so that older results of it alone are not kept."""
 
     shown: ClassVar[tuple[str, ...]]
     reads: ClassVar[tuple[str, ...]] = ("text", "seed")
+    paired: ClassVar[bool] = True
     version: ClassVar[int] = 1
 
     def context_tokens(self, settings: Settings, trained_tokens: int) -> int:
@@ -86,6 +93,19 @@ def task_names() -> tuple[str, ...]:
 def load_task(name: str) -> Task:
     """The task in the file `name`.py. Raises UnknownName with the known ones."""
     return load(PACKAGE, name, "TASK", "evaluation task")
+
+
+def error_of(value: Value, beside: Sequence[float] | None = None) -> float | None:
+    """Standard error of a value by its samples; beside: of its difference to what gave these on the same windows or
+    cases. None where fewer than two samples tell, or they are not the same ones."""
+    samples = list(value.samples)
+    if beside is not None:
+        if len(beside) != len(samples):
+            return None
+        samples = [mine - theirs for mine, theirs in zip(samples, beside, strict=True)]
+    if len(samples) < 2:
+        return None
+    return abs(value.slope) * statistics.stdev(samples) / math.sqrt(len(samples))
 
 
 def perplexity(logprobs: Sequence[float]) -> float:

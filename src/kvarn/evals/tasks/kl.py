@@ -48,11 +48,11 @@ class Divergence(Task):
             firsts.append(int(differs[0]) if len(differs) else len(scored))
         kl, agrees, rise = torch.cat(kls), torch.cat(same), torch.cat(rises)
         return [
-            Value("kl", float(kl.mean()), len(kl)),
+            Value("kl", float(kl.mean()), len(kl), samples=means(kls)),
             Value("kl_p99", float(torch.quantile(kl, 0.99)), len(kl)),
-            Value("top1_agreement", float(agrees.double().mean()), len(kl)),
+            Value("top1_agreement", float(agrees.double().mean()), len(kl), samples=means(same)),
             Value("first_divergence_tokens", sum(firsts) / len(firsts), len(firsts)),
-            Value("rise_nats", float(rise.mean()), len(rise)),
+            Value("rise_nats", float(rise.mean()), len(rise), samples=means(rises)),
             Value("rise_nats_error", standard_error(rises), len(rise)),
         ]
 
@@ -68,6 +68,10 @@ def compare(bench: Bench, full: Tensor, other: Tensor, targets: Tensor) -> tuple
         same.append(p.argmax(-1) == q.argmax(-1))
         rises.append((p - q).gather(1, wanted[:, None])[:, 0])
     return torch.cat(kls), torch.cat(same), torch.cat(rises)
+
+
+def means(windows: Sequence[Tensor]) -> list[float]:
+    return [float(w.double().mean()) for w in windows]
 
 
 def standard_error(windows: Sequence[Tensor]) -> float:

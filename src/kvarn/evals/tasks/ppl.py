@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +13,8 @@ from kvarn.evals.tasks.base import Bench, Settings, Task, Value, perplexity
 
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """exp of the mean negative log-likelihood of the last stride_tokens of each window of context_tokens."""
+    """exp of the mean negative log-likelihood of the last stride_tokens of each window of context_tokens. Its samples
+    are the windows' means, in nats a token."""
 
     shown: ClassVar[tuple[str, ...]] = ("perplexity",)
     reads: ClassVar[tuple[str, ...]] = ("text", "context_tokens", "stride_tokens", "windows")
@@ -24,10 +26,10 @@ class Perplexity(Task):
         return settings.windows * settings.context_tokens
 
     def run(self, bench: Bench, settings: Settings) -> Sequence[Value]:
-        found: list[float] = []
-        for prompt, scored in windows(bench.tokenizer, settings):
-            found += bench.scorer.score(prompt, scored).logprobs.tolist()
-        return [Value("perplexity", perplexity(found), len(found))]
+        found = [bench.scorer.score(*window).logprobs.tolist() for window in windows(bench.tokenizer, settings)]
+        tokens = list(itertools.chain(*found))
+        value, nats = perplexity(tokens), [-sum(window) / len(window) for window in found]
+        return [Value("perplexity", value, len(tokens), samples=nats, slope=value)]
 
 
 TASK = Perplexity()
