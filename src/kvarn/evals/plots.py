@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -14,20 +15,26 @@ from kvarn.evals.summary import RATE, ChoiceSummary, Key, shown_columns, summari
 
 MARKERS = "osD^vP*X<>hp"
 FORMS = ("seen", "unseen")
-LEAST_SPAN = 0.05  # of the value shown: differences below it should look small
+LEAST_SPAN = 0.03  # of the value shown: differences below it should look small
+LEAST_PART = 0.7  # of the highest speed: where its axis begins at the latest
+SAME, BESIDE_POINTS = 0.015, 10  # of the widest x: closer ones stand side by side, so many points of the page apart
+EDGE = 0.96  # of the height
 MOST_RISE = 0.05  # of perplexity: what is worse stands at the upper edge with its number, so that the others lie apart
-BARS = "bars: standard error, of the difference to the full cache over the same text, and of the speed"
+BARS = {
+    "bytes_per_token": "bars: standard error of the difference to the full cache; caches of a size stand side by side",
+    "decode_tokens_per_s": "bars: standard error, of the difference to the full cache and of the speed",
+}
 MOST_CELLS = 60  # of a map: more of them would be too small for a number
 
 
-def _matplotlib() -> tuple[ModuleType, ModuleType]:
+def _matplotlib() -> tuple[ModuleType, ModuleType, ModuleType]:
     try:
-        from matplotlib import figure, ticker  # noqa: PLC0415  optional, and slow to load
+        from matplotlib import figure, ticker, transforms  # noqa: PLC0415  optional, and slow to load
     except ImportError as error:
         raise KvarnError(
             "pictures need matplotlib, which is not installed", fixes=("pip install matplotlib",)
         ) from error
-    return figure, ticker
+    return figure, ticker, transforms
 
 
 def pictures(rows: Sequence[Row], best: str | None, most_rise: float | None = None) -> dict[str, Any]:
@@ -58,6 +65,43 @@ def as_svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
+@dataclass(frozen=True)
+class _Point:
+    """One choice in a picture. off: so much worse that it stands at the upper edge, with its number. beside: how many
+    points of the page to the right of its x, where several would lie upon each other."""
+
+    choice: ChoiceSummary
+    x: float
+    y: float
+    x_error: float | None
+    y_error: float | None
+    off: bool
+    beside: float = 0.0
+
+
+def _points(found: Sequence[ChoiceSummary], key: Key, field: str) -> list[_Point]:
+    drawn = [c for c in found if key in c.values and getattr(c, field) is not None]
+    limit = drawn[0].values[key] * (1 + MOST_RISE) if drawn and key[1].startswith("perplexity") else float("inf")
+    points: list[_Point] = []
+    for choice in drawn:
+        y, off = choice.values[key], choice.values[key] > limit
+        x_error = choice.errors.get(RATE) if field == RATE[1] else None
+        y_error = None if off or choice is found[0] else choice.errors.get(key)
+        points.append(_Point(choice, getattr(choice, field), y, x_error, y_error, off))
+    return points
+
+
+def _side_by_side(points: Sequence[_Point]) -> list[_Point]:
+    """Points of nearly the same x, next to each other."""
+    near = SAME * max((p.x for p in points), default=0.0)
+    found: list[_Point] = []
+    for point in points:
+        alike = [p for p in points if abs(p.x - point.x) <= near and not p.off]
+        place = alike.index(point) - (len(alike) - 1) / 2 if point in alike else 0.0
+        found.append(replace(point, beside=place * BESIDE_POINTS))
+    return found
+
+
 def _scatter(
     found: Sequence[ChoiceSummary],
     quality: Key | None,
@@ -66,53 +110,58 @@ def _scatter(
     field: str,
     label: str,
 ) -> Any:
-    figure, ticker = _matplotlib()
+    figure, ticker, transforms = _matplotlib()
     fig = figure.Figure(figsize=(9, 4.8), layout="constrained")
     axes = fig.subplots()
     key = quality or ("", "")
-    drawn = [c for c in found if key in c.values and getattr(c, field) is not None]
-    values = [choice.values[key] for choice in drawn]
-    ceiling = values[0] * (1 + MOST_RISE) if values and key[1].startswith("perplexity") else float("inf")
-    for index, choice in enumerate(drawn):
-        x, y = getattr(choice, field), min(choice.values[key], ceiling)
-        x_error = choice.errors.get(RATE) if field == RATE[1] else None
-        y_error = choice.errors.get(key) if choice is not found[0] and choice.values[key] <= ceiling else None
-        look = {"color": f"C{index % 10}", "fmt": MARKERS[index % len(MARKERS)]}
-        axes.errorbar(x, y, y_error, x_error, **look, label=choice.cache, markersize=8, capsize=3, elinewidth=1)
-        if choice.values[key] > ceiling:
-            text = f"{choice.values[key]:,.4g} \u2191"
-            axes.annotate(text, (x, y), (8, 0), textcoords="offset points", va="center", fontsize="small")
-        if choice.cache == best:
-            axes.plot(x, y, "o", markersize=16, fillstyle="none", color="black", label="recommended", zorder=3)
-    if values:
-        _quality_axis(axes, key, [min(v, ceiling) for v in values], most_rise)
-    axes.set(xlabel=label, xlim=(0, None))
+    points = _points(found, key, field)
+    for index, point in enumerate(points if field == RATE[1] else _side_by_side(points)):
+        base = axes.get_xaxis_transform() if point.off else axes.transData
+        moved = base + transforms.ScaledTranslation(point.beside / 72, 0, fig.dpi_scale_trans)
+        place = point.x, EDGE if point.off else point.y
+        look = {"color": f"C{index % 10}", "fmt": MARKERS[index % len(MARKERS)], "transform": moved}
+        bars = axes.errorbar(*place, point.y_error, point.x_error, **look, markersize=8, capsize=3, elinewidth=1)
+        bars.set_label(point.choice.cache)
+        if point.off:
+            text = f"{point.y:,.4g} \u2191"
+            axes.annotate(text, place, (12, 0), base, textcoords="offset points", va="center", fontsize="small")
+        if point.choice.cache == best:
+            ring = {"markersize": 16, "fillstyle": "none", "color": "black", "transform": moved, "zorder": 3}
+            axes.plot(*place, "o", **ring, label="recommended")
+    if points:
+        _quality_axis(axes, key, points, most_rise)
+        low, high = min(p.x for p in points), max(p.x for p in points)
+        axes.set_xlim(min(0.95 * low, LEAST_PART * high) if field == RATE[1] else 0.0, 1.05 * high)
+        fig.legend(loc="outside right upper", fontsize="small")
+    axes.set_xlabel(label)
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.3)
-    fig.legend(loc="outside right upper", fontsize="small")
-    if any(choice.errors.get(key) for choice in drawn[1:]):
-        fig.supxlabel(BARS, fontsize="small", color="gray")
+    if any(p.y_error for p in points):
+        fig.supxlabel(BARS[field], fontsize="small", color="gray")
     return fig
 
 
-def _quality_axis(axes: Any, key: Key, values: Sequence[float], most_rise: float | None) -> None:
-    """Label and span of the axis that shows quality; the first value is the full cache's."""
+def _quality_axis(axes: Any, key: Key, points: Sequence[_Point], most_rise: float | None) -> None:
+    """Label and span of the axis that shows quality; the first point is the full cache's."""
     task, metric = key
     label = f"{task}: {metric.replace('_', ' ')}"
     if not metric.startswith("perplexity"):
         axes.set_ylabel(label)
         return
+    ends = [p.y + side * (p.y_error or 0.0) for p in points if not p.off for side in (-1, 1)]
     if most_rise is not None:
-        axes.axhline(values[0] * (1 + most_rise), linestyle="--", linewidth=1, color="gray", label=f"+{most_rise:.1%}")
-    low, high = min(values), max(values)
+        allowed = points[0].y * (1 + most_rise)
+        axes.axhline(allowed, linestyle="--", linewidth=1, color="gray", label=f"+{most_rise:.1%}")
+        ends += [allowed] * (most_rise <= MOST_RISE)
+    low, high = min(ends), max(ends)
     axes.set_ylabel(f"{label}; lower is better")
-    around = max(1.1 * (high - low), LEAST_SPAN * low) / 2
+    around = max((1.3 if any(p.off for p in points) else 1.1) * (high - low), LEAST_SPAN * low) / 2
     axes.set_ylim((low + high) / 2 - around, (low + high) / 2 + around)
 
 
 def _heat_maps(cells: Sequence[Row]) -> Any:
     """One map a choice and form: mean log-probability of the key's tokens, 0 is certain."""
-    figure, _ = _matplotlib()
+    figure, *_ = _matplotlib()
     caches = list(dict.fromkeys(r.cache for r in cells))
     lengths = sorted({r.detail["length"] for r in cells})
     depths = sorted({r.detail["depth"] for r in cells})
