@@ -97,7 +97,7 @@ MEASURED_HEAD = """
 By `kvarn eval` ([how](eval.md)) on the default model, whose full cache is bfloat16. *Bits*: held for an element of a
 key or value, where what was dropped counts as 0. *Seen*: the question stood in the prompt when tokens were dropped;
 *unseen*: it came later. Log-probabilities are nats a token of the right answer: they differ where a small model's best
-guess does not. *tokens/s*, where nothing else ran: one stream, a 2-core Zen 4 with AVX-512.
+guess does not. *±*: standard error over the windows, of the difference to the full cache on the same text.
 """
 
 
