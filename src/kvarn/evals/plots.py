@@ -130,7 +130,7 @@ def _scatter(
             axes.plot(*place, "o", **ring, label="recommended")
     if points:
         _quality_axis(axes, key, points, most_rise)
-        low, high = min(p.x for p in points), max(p.x for p in points)
+        low, high = (end(p.x + side * (p.x_error or 0.0) for p in points) for end, side in ((min, -1), (max, 1)))
         axes.set_xlim(min(0.95 * low, LEAST_PART * high) if field == RATE[1] else 0.0, 1.05 * high)
         fig.legend(loc="outside right upper", fontsize="small")
     axes.set_xlabel(label)
