@@ -18,8 +18,8 @@ _AS_IS, _NORMED, _GATED = 0, 1, 2
 
 
 def pack(held: Codes, arena: Arena | None = None) -> Tensor:
-    """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product_data.h. A few
-    tiles at a time, so that a large vocabulary's table is not copied several times on the way. arena: where they
+    """The tiles as the kernels read them, one row of bytes [ceil(N / 16), bytes] uint8 each; see csrc/product_data.h. A
+    few tiles at a time, so that a large vocabulary's table is not copied several times on the way. arena: where they
     lie."""
     n_rows, columns = held.codes.shape
     tiles, groups = -(-n_rows // TILE_ROWS), held.scale.shape[1]
