@@ -34,6 +34,45 @@ INLINE void tile(const uint8_t* m, int64_t row_stride, int column, const float* 
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// bfloat16 without widening by shuffles: of two neighbours in 32 bits the even column is the low half moved up, the odd one
+// the high half. Sums of even and odd columns stay apart until the end. V: vectors of 16 columns, so that one row, or few,
+// use a whole line of memory at once.
+template <int R, int V>
+INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const float* a, int64_t lda, int n, float* c,
+                      int64_t ldc, bool add) {
+  const vu high = (vu)_mm256_set1_epi32(int(0xffff0000u));
+  vf even[R][V], odd[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) {
+      even[r][v] = odd[r][v] = vf{};
+      if (!add) continue;
+      const __m256 x = _mm256_loadu_ps(c + r * ldc + 16 * v), y = _mm256_loadu_ps(c + r * ldc + 16 * v + 8);
+      const __m256 low = _mm256_permute2f128_ps(x, y, 0x20), top = _mm256_permute2f128_ps(x, y, 0x31);
+      even[r][v] = (vf)_mm256_shuffle_ps(low, top, 0x88), odd[r][v] = (vf)_mm256_shuffle_ps(low, top, 0xdd);
+    }
+  m += 2 * column;
+  for (int k = 0; k < n; k++, m += row_stride) {
+    vf p[V], q[V];
+    for (int v = 0; v < V; v++) {
+      const vu both = load<vu>(m + 32 * v);
+      p[v] = (vf)(both << 16), q[v] = (vf)(both & high);
+    }
+    for (int r = 0; r < R; r++) {
+      const vf w = splat(a[r * lda + k]);
+      for (int v = 0; v < V; v++) even[r][v] = fma(w, p[v], even[r][v]), odd[r][v] = fma(w, q[v], odd[r][v]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) {
+      const __m256 low = _mm256_unpacklo_ps((__m256)even[r][v], (__m256)odd[r][v]);
+      const __m256 top = _mm256_unpackhi_ps((__m256)even[r][v], (__m256)odd[r][v]);
+      _mm256_storeu_ps(c + r * ldc + 16 * v, _mm256_permute2f128_ps(low, top, 0x20));
+      _mm256_storeu_ps(c + r * ldc + 16 * v + 8, _mm256_permute2f128_ps(low, top, 0x31));
+    }
+}
+#endif
+
 // Call body(first row, constant R) for pieces of at most kMaxRows rows.
 #define KVARN_ROWS(rows, CALL)                            \
   for (int r0 = 0; r0 < (rows);) {                        \
@@ -49,6 +88,21 @@ INLINE void tile(const uint8_t* m, int64_t row_stride, int column, const float* 
 template <int C>
 void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows, int n,
                   float* c, int64_t ldc, bool add) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (C == kBF16) {
+    int col = 0;
+#define KVARN_TILE(R) \
+  tile_bf16<R, (R <= 3 ? V : 1)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
+    if (rows <= 3) {
+      constexpr int V = 2;
+      for (; col + 4 * W <= columns; col += 4 * W) { KVARN_ROWS(rows, KVARN_TILE) }
+    }
+    constexpr int V = 1;
+    for (; col < columns; col += 2 * W) { KVARN_ROWS(rows, KVARN_TILE) }
+#undef KVARN_TILE
+    return;
+  }
+#endif
   for (int col = 0; col < columns; col += 2 * W) {
 #define KVARN_TILE(R) tile<C, R>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
     KVARN_ROWS(rows, KVARN_TILE)
