@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from kvarn.core.options import EngineOptions
 from kvarn.evals.choices import parse_eval_choices
@@ -13,11 +14,21 @@ from kvarn.evals.records import Results, Row
 from kvarn.evals.runner import Evaluation
 from kvarn.evals.tasks.base import Settings
 from kvarn.evals.texts import shipped_text
+from kvarn.planner.hardware import usable_cores
 from support.fetched import fetched
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 TOKENS = 1024
 STREAMS = ("full", "window:256", "window:256,sinks=4")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _all_cores() -> Iterator[None]:
+    """Tens of thousands of tokens, whose bits do not hang on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    yield
+    torch.set_num_threads(before)
 
 
 def measured(caches: str, task: str, **settings: object) -> Sequence[Row]:
