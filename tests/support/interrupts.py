@@ -7,4 +7,5 @@ import signal
 
 def hear_interrupts() -> None:
     """To be run in the child before its program starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -67,13 +68,17 @@ class Started:
         small = ["--conversations", "2", "--prompt-tokens", "2", "--output-tokens", "2"]
         return ["bench", "serve", *small, "--start", f"own={self.command(way)}", f"own={self.url}", *more]
 
-    def benching(self, way: str) -> subprocess.Popen[bytes]:
-        """The benchmark as a process of its own, from when a request is under way."""
+    @contextmanager
+    def benching(self, way: str) -> Iterator[subprocess.Popen[bytes]]:
+        """The benchmark as a process of its own, from when a request is under way; killed where a test fails."""
         command = [sys.executable, "-m", "kvarn", *self.bench(way)]
-        bench = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=hear_interrupts)
-        assert _until(self.loaded.exists), "the load does not begin"
-        assert all(map(_lives, self.processes()))
-        return bench
+        with subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=hear_interrupts) as bench:
+            try:
+                assert _until(self.loaded.exists), "the load does not begin"
+                assert all(map(_lives, self.processes()))
+                yield bench
+            finally:
+                bench.kill()
 
     def processes(self) -> list[int]:
         return [int(i) for i in self._ids.read_text().split()]
