@@ -15,7 +15,6 @@ from click.core import ParameterSource
 
 from kvarn.core.errors import InvalidRequest, KvarnError
 from kvarn.core.geometry import ModelGeometry, geometry_from_factors
-from kvarn.planner import plots
 from kvarn.planner.advise import advice_lines, advise
 from kvarn.planner.api import ask, read_model
 from kvarn.planner.compute import Case, build_case, make_plan
@@ -245,6 +244,8 @@ def _plan(asked: Asked, options: dict[str, Any]) -> int:
     plan = make_plan(case, asked.device)
     advice = () if options["no_advice"] else advise(case, asked.settings, asked.device, plan)
     if options["plot_file"]:
+        from kvarn.planner import plots  # noqa: PLC0415  slow to load, and rarely wanted
+
         plots.save(case, plan, options["plot_file"])
         click.echo(f"wrote {options['plot_file']}", err=True)
     if options["as_json"]:

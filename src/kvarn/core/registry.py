@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -14,12 +15,18 @@ _NOT_PLUGINS = frozenset({"base"})
 def names_in(package: str) -> tuple[str, ...]:
     """Names of the plug-ins in `package` (a dotted name), sorted. Imports the package, not the plug-ins."""
     path = import_module(package).__path__
-    found = (m.name for m in pkgutil.iter_modules(path))
-    return tuple(sorted(n for n in found if n not in _NOT_PLUGINS and not n.startswith("_")))
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(path) if _is_plugin(m.name)))
+
+
+def _is_plugin(name: str) -> bool:
+    return name not in _NOT_PLUGINS and not name.startswith("_")
 
 
 def load(package: str, name: str, attribute: str, kind: str) -> Any:
     """`package.name`'s `attribute`. Raises UnknownName with the known ones; a broken file shows its own traceback."""
+    path = f"{package}.{name}"
+    if _is_plugin(name) and path in sys.modules:  # looking in the folder takes longer than what most callers do
+        return getattr(sys.modules[path], attribute)
     if name not in (known := names_in(package)):
         raise UnknownName(kind, name, known)
-    return getattr(import_module(f"{package}.{name}"), attribute)
+    return getattr(import_module(path), attribute)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvarn.core.errors import FetchError
@@ -36,6 +35,8 @@ _NOT_FOUND = re.compile(r"No matching distribution found|Could not find a versio
 
 def pip_version() -> tuple[int, ...]:
     """Version of the running interpreter's pip. Raises FetchError if it has none."""
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  slow to load
+
     try:
         major, minor = version("pip").split(".")[:2]
         return int(major), int(minor)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock
 
 from kvarn.core.errors import FetchError
 from kvarn.core.files import MIB, atomic_write, kvarn_home
@@ -40,6 +39,8 @@ def fetch(model: ShortName, progress: Progress) -> Path:
     target = fetched_path(model)
     with _disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
+        from filelock import FileLock  # noqa: PLC0415  slow to load, and only fetching needs it
+
         with FileLock(target.parent / ".lock"):
             if not is_fetched(model):
                 _fetch_into(target, model, progress)

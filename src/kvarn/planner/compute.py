@@ -119,9 +119,15 @@ def _over_device(case: Case, device: Device | None, budget: CacheBudget) -> int:
     return max(0, min(t.low for t in case.stage_weights) + budget.bytes - device.memory_bytes)
 
 
+def _whole(spec: LayerSpec) -> LayerSpec:
+    if spec.window_tokens is None and spec.chunk_tokens is None:
+        return spec  # a copy is slow, and most layers of most models need none
+    return replace(spec, window_tokens=None, chunk_tokens=None)
+
+
 def _unwindowed(case: Case, layers: tuple[LayerSpec, ...], settings: Settings) -> int:
     """Bytes a token while every layer still keeps it."""
-    whole = tuple(replace(spec, window_tokens=None, chunk_tokens=None) for spec in layers)
+    whole = tuple(_whole(spec) for spec in layers)
     return case.profile.cache(whole, settings).growth().total
 
 
