@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-
 from kvarn.core.errors import FetchError
 from kvarn.core.files import MIB, atomic_write, kvarn_home
 from kvarn.hub.names import ShortName, WheelPart
