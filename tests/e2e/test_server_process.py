@@ -98,8 +98,8 @@ def test_flag_before_environment_before_file(model: Path, tmp_path: Path) -> Non
     arguments = [str(model), "--config", str(config), "--max-seqs", "2"]
     with serving(*arguments, KVARN_MAX_QUEUE="7", KVARN_MAX_SEQS="9") as process:
         url = process.url()
-        assert "max_seqs = 2 (flag)" in process.text
-        assert "max_queue = 7 (environment)" in process.text
+        assert "max-seqs = 2 (flag)" in process.text
+        assert "max-queue = 7 (environment)" in process.text
         assert "served-name = from-file (file)" in process.text
         assert "context = 96 (file)" in process.text
         assert "host = 127.0.0.1 (default)" in process.text
