@@ -25,8 +25,8 @@ def _is_plugin(name: str) -> bool:
 def load(package: str, name: str, attribute: str, kind: str) -> Any:
     """`package.name`'s `attribute`. Raises UnknownName with the known ones; a broken file shows its own traceback."""
     path = f"{package}.{name}"
-    if _is_plugin(name) and path in sys.modules:  # looking in the folder takes longer than what most callers do
-        return getattr(sys.modules[path], attribute)
-    if name not in (known := names_in(package)):
+    # Looking in the folder takes longer than what most callers do. Importing again waits for another thread's import.
+    loaded = _is_plugin(name) and path in sys.modules
+    if not loaded and name not in (known := names_in(package)):
         raise UnknownName(kind, name, known)
     return getattr(import_module(path), attribute)
