@@ -32,14 +32,20 @@ def block_bytes(model: CausalLM, options: EngineOptions = SMALL) -> int:
     return sum(p.block_bytes for g in plan.groups for p in g.pools)
 
 
+def blocks_bytes(model: CausalLM, options: EngineOptions, blocks: int) -> int:
+    """Bytes in which every pool has so many blocks, or all that it could ever use, if those are fewer."""
+    roomy = plan_cache(model.layers, options, max_context=None, default_format="float32", free_bytes=1 << 30)
+    return sum(p.block_bytes * min(blocks, p.n_blocks) for g in roomy.groups for p in g.pools)
+
+
 def make_engine(
     model: CausalLM | str = "llama", tokenizer: Tokenizer | None = None, *, blocks: int | None = None, **options: Any
 ) -> Engine:
-    """blocks: in each pool, None for as many as max_seqs contexts take. options: fields of EngineOptions."""
+    """blocks: in each pool that can use them, None for as many as max_seqs contexts take. options: fields of EngineOptions."""
     model = tiny_model(model) if isinstance(model, str) else model
     asked = EngineOptions(**{**{f: getattr(SMALL, f) for f in SMALL.__dataclass_fields__}, **options})
     if blocks is not None:
-        asked = EngineOptions(**{**vars(asked), "kv_memory_bytes": blocks * block_bytes(model, asked)})
+        asked = EngineOptions(**{**vars(asked), "kv_memory_bytes": blocks_bytes(model, asked, blocks)})
     return assemble(model, tokenizer or byte_tokenizer(), load_backend(), asked).engine
 
 
