@@ -1,4 +1,5 @@
-"""Products with matrices of codes: the specification, in torch."""
+"""Products with matrices of codes: the specification, in torch. What multiplies offsets is rounded to bfloat16, as
+AVX-512 does; on AVX2 it is not, which is nearer to the numbers."""
 
 from __future__ import annotations
 

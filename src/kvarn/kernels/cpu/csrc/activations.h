@@ -88,11 +88,10 @@ INLINE void float_row_of(const ProductCall& c, int64_t row, float* out) {
   else float_row<2>(c, row, out);
 }
 
-inline void quantize_row(const ProductJob& j, int64_t first, int in_panel, int r) {
+// Row r of the panel: its numbers, and its codes [columns] to `row_codes`.
+inline void quantize_row(const ProductJob& j, int64_t first, int in_panel, int r, float* x, int8_t* row_codes) {
   const BlockMatrix& w = j.call->matrix;
   const int in_span = j.groups / j.spans, span = in_span * w.group, zero = zero_code(w);
-  float* x = thread_scratch.take<float>(w.columns);
-  int8_t* row_codes = thread_scratch.take<int8_t>(w.columns);
   float_row_of(*j.call, first + r, x);
   RowScale row;
   float* ratio = j.q.ratio + first * (j.spans + 1) + r;
@@ -102,14 +101,27 @@ inline void quantize_row(const ProductJob& j, int64_t first, int in_panel, int r
     uint32_t sums = 0;
     for (int h = 0; h < in_span; h++, g++) {
       const int sum = round_group(x + g * w.group, w.group, inverse, row_codes + g * w.group);
-      j.q.base[first * j.groups + g * in_panel + r] = -zero * sum;
-      sums = sums >> 16 | uint32_t(float_bf16(float(sum))) << 16;
+      const bool whole = kWholeSums && w.offsets;
+      j.q.base[first * j.groups + g * in_panel + r] = whole ? int32_t(float_bits(float(sum))) : -zero * sum;
+      if (!kWholeSums) sums = sums >> 16 | uint32_t(float_bf16(float(sum))) << 16;
     }
-    j.q.sums[first * j.spans + p * in_panel + r] = sums;
+    if (!kWholeSums) j.q.sums[first * j.spans + p * in_panel + r] = sums;
   }
   ratio[j.spans * in_panel] = row.before;
-  int8_t* out = j.q.codes + first * w.columns + 4 * r;
-  for (int k = 0; k < w.columns; k += 4) __builtin_memcpy(out + k * in_panel, row_codes + k, 4);
+}
+
+// codes: n rows, `columns` bytes after each other -> the panel's rows from `from` on.
+INLINE void put_codes(const ProductJob& j, int64_t first, int in_panel, int from, int n, const int8_t* codes) {
+  const int64_t columns = j.call->matrix.columns;
+  int8_t* out = j.q.codes + first * columns + 4 * from;
+  for (int64_t k = 0; k < columns; k += 4, out += 4 * in_panel) {
+    if (n == 4) {
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; r++) __builtin_memcpy(out + 4 * r, codes + r * columns + k, 4);
+    } else {
+      for (int r = 0; r < n; r++) __builtin_memcpy(out + 4 * r, codes + r * columns + k, 4);
+    }
+  }
 }
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -239,10 +251,12 @@ inline void quantize_rows(int item, void* context) {
     return;
   }
 #endif
-  for (int r = from; r < from + kRowsAtOnce && first + r < rows; r++) {
-    thread_scratch.reset(Scratch::bytes<float>(columns) + Scratch::bytes<int8_t>(columns));
-    quantize_row(j, first, in_panel, r);
-  }
+  thread_scratch.reset(Scratch::bytes<float>(columns) + Scratch::bytes<int8_t>(kRowsAtOnce * columns));
+  float* x = thread_scratch.take<float>(columns);
+  int8_t* codes = thread_scratch.take<int8_t>(kRowsAtOnce * columns);
+  const int n = int(rows - begin < kRowsAtOnce ? rows - begin : kRowsAtOnce);
+  for (int r = 0; r < n; r++) quantize_row(j, first, in_panel, from + r, x, codes + r * columns);
+  put_codes(j, first, in_panel, from, n, codes);
   if (begin + kRowsAtOnce < rows) return;
   for (int r = int(rows - first); r < in_panel; r++) no_row(j, first, in_panel, r);
 }

@@ -35,10 +35,17 @@ inline int panel_rows(int64_t left) {
   return left <= 2 ? int(left) : left <= 4 ? 4 : left <= 6 ? 6 : left <= 8 ? 8 : kPanel;
 }
 
+// On AVX2 offsets are multiplied with the whole sums of the codes, which stand in `base`.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kWholeSums = true;
+#else
+constexpr bool kWholeSums = false;
+#endif
+
 struct Quantized {  // activations of a call, a panel of R rows after the other, so that one pointer walks over all its rows
   int8_t* codes;    // [columns / 4][R][4]
   float* ratio;     // [spans + 1][R]: the scale of the span before over this one's; at the end the last span's scale
-  int32_t* base;    // [groups][R]: -zero * sum of the codes
+  int32_t* base;    // [groups][R]: -zero * sum of the codes; with kWholeSums and offsets the sum, a float's bits
   uint32_t* sums;   // [spans][R]: the codes' sums in bfloat16, one group in the high half or two (matrices with offsets)
 };
 
