@@ -149,11 +149,12 @@ def compare(
     round. An engine that fails is left out of the case, one that does not start of all, with a note."""
     result = Comparison(tuple(cases), tuple(e.name for e in engines))
     with _Workers(model, threads, result, progress) as workers:
-        for case in cases:
+        for number, case in enumerate(cases):
             able = [e for e in engines if e.name not in workers.broken]
             for round_number in range(repeats):
                 for engine in able:
-                    progress(f"{case.name}, round {round_number + 1} of {repeats}: {engine.name}")
+                    where = f"case {number + 1} of {len(cases)}, round {round_number + 1} of {repeats}"
+                    progress(f"{case.name} ({where}): {engine.name}")
                     speed = workers.run(engine, case)
                     if speed is not None:
                         result.runs.setdefault((case.name, engine.name), []).append(speed)

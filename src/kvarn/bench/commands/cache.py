@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarn.bench.commands._options import json_option, plot_option, threads_option
+from kvarn.bench.commands._progress import doing
 from kvarn.bench.commands.engine import numbers
 from kvarn.bench.machine import machine
 from kvarn.bench.plots import plot_cache
@@ -45,9 +46,9 @@ def COMMAND(
     in blocks against one reservation a request, while a mix of request lengths runs."""
     files, threads = resolve(model or default_name()), threads or usable_cores()
     about, mix = machine(threads), _mix(requests, context, seed)
-    with Console(stderr=True).status("starting") as status:
-        grown = growth(files, sorted(numbers(lengths)), threads, status.update)
-        uses = utilisation(files, mix, context, kv_memory_mib << 20, threads, status.update)
+    with doing(every_s=5) as progress:
+        grown = growth(files, sorted(numbers(lengths)), threads, progress)
+        uses = utilisation(files, mix, context, kv_memory_mib << 20, threads, progress)
     report = {"machine": about, "growth": asdict(grown), "utilisation": [_summary(u) for u in uses]}
     if json_path is not None and str(json_path) != "-":
         json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarn.bench.commands._options import json_option, plot_option, threads_option
+from kvarn.bench.commands._progress import doing
 from kvarn.bench.machine import machine
 from kvarn.bench.plots import plot_sweep
 from kvarn.bench.roofline import roofline
@@ -68,8 +69,8 @@ def COMMAND(
     of the memory's speed a decode step reaches."""
     files, threads = resolve(model or default_name()), threads or usable_cores()
     about, cases = machine(threads), engine_cases(numbers(depths), numbers(batches))
-    with Console(stderr=True).status("starting") as status:
-        figures = sweep(files, (None, *formats), cases, repeats, threads, status.update, WAYS[numerics], weights)
+    with doing() as progress:
+        figures = sweep(files, (None, *formats), cases, repeats, threads, progress, WAYS[numerics], weights)
         shortest = min((f for f in figures if f.case.counted == "decode"), key=lambda f: f.case.prompt_tokens)
         llm = LLM(files, threads=threads, weights=weights, max_seqs=1, context_tokens=64)
         reached = roofline(llm, shortest.case.streams, shortest.case.prompt_tokens, 1 / shortest.value, threads)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvarn.bench.cases import CASES
 from kvarn.bench.commands._options import json_option
+from kvarn.bench.commands._progress import doing
 from kvarn.bench.compare import compare, table
 from kvarn.bench.machine import machine
 from kvarn.bench.peers import find_peers, kvarn
@@ -51,8 +52,9 @@ def COMMAND(
     model, prompts, lengths and threads; repetitions interleaved, medians, and Kvarn's ratio to the best peer.
 
     llama.cpp and OpenVINO run with two forms of their cache, on the GGUF file and on a Q4_0 file made from it by
-    llama.cpp's own llama-quantize; vLLM and transformers on its numbers in bfloat16. A peer's forms that are clearly
-    slower than its best in a case's first round are left out of the others; the best one counts.
+    llama.cpp's own llama-quantize; vLLM on its numbers in bfloat16, transformers too or, where the processor has no
+    AVX-512, in float32. A peer's forms that are clearly slower than its best in a case's first round are left out of
+    the others; the best one counts.
     """
     path = resolve(model or default_name()).path
     if not path.is_file():
@@ -63,9 +65,8 @@ def COMMAND(
     cases = [c for c in CASES if not names or c.name in names]
     threads = threads or usable_cores()
     about = machine(threads)
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        result = compare(engines, cases, path, threads, repeats, status.update)
+    with doing() as progress:
+        result = compare(engines, cases, path, threads, repeats, progress)
     result.notes.extend(found.missing)
     numbers = json.dumps(result.as_dict(about), indent=2)
     if json_path is not None and str(json_path) != "-":

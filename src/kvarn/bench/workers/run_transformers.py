@@ -1,5 +1,5 @@
-"""transformers over a Hugging Face directory in bfloat16, on the CPU. Arguments: model, threads, the directory,
-which of its attentions."""
+"""transformers over a Hugging Face directory, on the CPU. Arguments: model, threads, the directory, in which numbers to
+compute, which of its attentions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def main(_model: str, threads: str, folder: str, attention: str) -> None:
+def main(_model: str, threads: str, folder: str, dtype: str, attention: str) -> None:
     """Serve cases until the input ends."""
     torch.set_num_threads(int(threads))
-    how = {"dtype": torch.bfloat16, "attn_implementation": attention}
+    how = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
     network = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
