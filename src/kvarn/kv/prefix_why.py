@@ -15,7 +15,7 @@ class Complete:
     at_tokens: int
 
     def __str__(self) -> str:
-        return "all full blocks were found"
+        return "all full blocks were found" if self.at_tokens else "there is no full block before the last token"
 
 
 @dataclass(frozen=True, slots=True)

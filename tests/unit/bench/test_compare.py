@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvarn.bench.cases import CASES, Case, Timing, prompt_ids, tokens_per_s
-from kvarn.bench.compare import Comparison, compare
+from kvarn.bench.compare import UNIT, Comparison, compare
 from kvarn.bench.peers import Engine, find_peers, kvarn
 
 PROGRAM = """
@@ -58,12 +58,25 @@ def test_rounds_are_interleaved_and_ratios_are_of_medians(tmp_path: Path) -> Non
     assert result.runs["decode", "kvarn"] == pytest.approx([200.0, 200.0])
     (ratio,) = result.ratios()
     assert ratio["best_peer_engine"] == "fast" and ratio["ratio"] == pytest.approx(2.0)
-    rounds = [s.rpartition(": ")[2] for s in seen if "round" in s]
+    rounds = [s.rpartition(": ")[2] for s in seen if "round" in s and UNIT not in s]
     assert rounds == ["kvarn", "slow", "fast"] * 2
+    assert sum("kvarn: 200.0 tokens/s" in s for s in seen) == 2
     numbers = result.as_dict({"cores": 1})
     assert set(numbers) == {"machine", "results", "ratios", "notes"}
     assert set(numbers["results"][0]) == {"case", "engine", "value", "unit", "runs"}
     assert set(numbers["ratios"][0]) == {"case", "kvarn", "best_peer", "best_peer_engine", "ratio"}
+
+
+def test_interrupted_it_gives_the_rounds_that_were_complete(tmp_path: Path) -> None:
+    def progress(what: str) -> None:
+        if "round 3" in what and what.endswith("peer"):
+            raise KeyboardInterrupt
+
+    engines = [engine(tmp_path, "kvarn", 20.0), engine(tmp_path, "peer", 10.0)]
+    result = compare(engines, [Case("decode", 1, 4, 5, "decode")], tmp_path, 1, 5, progress)
+    assert {name: len(runs) for (_, name), runs in result.runs.items()} == {"kvarn": 2, "peer": 2}
+    assert result.ratios()[0]["ratio"] == pytest.approx(2.0)
+    assert "interrupted" in result.notes[0]
 
 
 def test_of_a_family_the_faster_ones_of_the_first_round_go_on_and_count(tmp_path: Path) -> None:

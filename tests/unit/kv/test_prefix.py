@@ -216,6 +216,7 @@ def test_why_a_lookup_ends():
     lookup = sealer.index.lookup
     assert lookup(ME, text(13)).why == Evicted(8)
     assert lookup(ME, text(9)).why == Complete(8)
+    assert str(lookup(ME, text(4)).why) == "there is no full block before the last token"
     assert lookup(ME, [*text(4), 9, 9, 9, 9, 9]).why == NeverSeen(4)
     sealer.index.evict(0, 0, 10)
     assert lookup(ME, text(13)).why == Evicted(0)
