@@ -89,9 +89,12 @@ inline void run_product(const ProductCall& c) {
   j.q.base = call_scratch.take<int32_t>(rows * j.groups);
   j.q.sums = call_scratch.take<uint32_t>(rows * j.spans);
   parallel_for(int((c.rows + kRowsAtOnce - 1) / kRowsAtOnce), c.n_threads, quantize_rows, &j);
-  // A few equal shares a thread. With many rows a share is at most what stays in the second-level cache beside the rows.
+  // A few equal shares a thread. With many rows a share is at most what stays in the second-level cache beside them.
   const int cached = imax(1, int(131072 / tile_bytes(w))), wanted = panels == 1 ? 0 : (j.n_tiles + cached - 1) / cached;
-  const int shares = imax(4, (wanted + c.n_threads - 1) / c.n_threads);
+  int shares = imax(4, (wanted + c.n_threads - 1) / c.n_threads);
+  const int most = panels == 1 ? shares : 2 * shares;
+  for (int s = shares + 1; s <= most; s++)  // so that no share has a tile more than others, and a thread such ones only
+    if (j.n_tiles % (s * c.n_threads) < j.n_tiles % (shares * c.n_threads)) shares = s;
   j.n_items = imin(j.n_tiles, shares * c.n_threads);
   parallel_for(j.n_items, c.n_threads, w.bits == 8 ? item_of<8>(w) : item_of<4>(w), &j);
 }
