@@ -12,26 +12,23 @@ constexpr int kMaxRows = 12;
 constexpr int kMaxRows = 6;
 #endif
 
-template <int C, int R>
+// V: vectors of columns at once.
+template <int C, int R, int V>
 INLINE void tile(const uint8_t* m, int64_t row_stride, int column, const float* a, int64_t lda, int n, float* c,
                  int64_t ldc, bool add) {
-  vf x[R], y[R];
-  for (int r = 0; r < R; r++) {
-    x[r] = add ? load<vf>(c + r * ldc) : vf{};
-    y[r] = add ? load<vf>(c + r * ldc + W) : vf{};
-  }
-  for (int k = 0; k < n; k++) {
-    vf p = row_vf<C>(m + k * row_stride, column), q = row_vf<C>(m + k * row_stride, column + W);
+  vf sum[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) sum[r][v] = add ? load<vf>(c + r * ldc + v * W) : vf{};
+  for (int k = 0; k < n; k++, m += row_stride) {
+    vf x[V];
+    for (int v = 0; v < V; v++) x[v] = row_vf<C>(m, column + v * W);
     for (int r = 0; r < R; r++) {
       vf w = splat(a[r * lda + k]);
-      x[r] = fma(w, p, x[r]);
-      y[r] = fma(w, q, y[r]);
+      for (int v = 0; v < V; v++) sum[r][v] = fma(w, x[v], sum[r][v]);
     }
   }
-  for (int r = 0; r < R; r++) {
-    store(c + r * ldc, x[r]);
-    store(c + r * ldc + W, y[r]);
-  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) store(c + r * ldc + v * W, sum[r][v]);
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -88,9 +85,10 @@ INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const fl
 template <int C>
 void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows, int n,
                   float* c, int64_t ldc, bool add) {
+  int col = 0;
 #if defined(__AVX2__) && !defined(__AVX512F__)
+  // Up to three rows take four vectors at once.
   if constexpr (C == kBF16) {
-    int col = 0;
 #define KVARN_TILE(R) \
   tile_bf16<R, (R <= 3 ? V : 1)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
     if (rows <= 3) {
@@ -102,9 +100,13 @@ void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float
 #undef KVARN_TILE
     return;
   }
+#define KVARN_TILE(R) tile<C, R, (R <= 3 ? 4 : 2)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
+  if (rows <= 3)
+    for (; col + 4 * W <= columns; col += 4 * W) { KVARN_ROWS(rows, KVARN_TILE) }
+#undef KVARN_TILE
 #endif
-  for (int col = 0; col < columns; col += 2 * W) {
-#define KVARN_TILE(R) tile<C, R>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
+  for (; col < columns; col += 2 * W) {
+#define KVARN_TILE(R) tile<C, R, 2>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
     KVARN_ROWS(rows, KVARN_TILE)
 #undef KVARN_TILE
   }
