@@ -41,7 +41,7 @@ def blocks_bytes(model: CausalLM, options: EngineOptions, blocks: int) -> int:
 def make_engine(
     model: CausalLM | str = "llama", tokenizer: Tokenizer | None = None, *, blocks: int | None = None, **options: Any
 ) -> Engine:
-    """blocks: in each pool that can use them, None for as many as max_seqs contexts take. options: fields of EngineOptions."""
+    """blocks: in each pool that can use them, None for as many as max_seqs contexts take. options: of EngineOptions."""
     model = tiny_model(model) if isinstance(model, str) else model
     asked = EngineOptions(**{**{f: getattr(SMALL, f) for f in SMALL.__dataclass_fields__}, **options})
     if blocks is not None:
