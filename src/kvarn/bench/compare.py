@@ -149,37 +149,31 @@ def compare(
     round. An engine that fails is left out of the case, one that does not start of all, with a note. Interrupted
     (KeyboardInterrupt), it gives the rounds that were complete, with a note."""
     result = Comparison(tuple(cases), tuple(e.name for e in engines))
-    try:
-        _run(result, engines, cases, model, threads, repeats, progress)
-    except KeyboardInterrupt:
-        result.notes.append("interrupted: later rounds and cases are missing")
+    with _Workers(model, threads, result, progress) as workers:
+        try:
+            _run(result, engines, repeats, workers, progress)
+        except KeyboardInterrupt:
+            result.notes.append("interrupted: later rounds and cases are missing")
     return result
 
 
 def _run(
-    result: Comparison,
-    engines: Sequence[Engine],
-    cases: Sequence[Case],
-    model: Path,
-    threads: int,
-    repeats: int,
-    progress: Callable[[str], None],
+    result: Comparison, engines: Sequence[Engine], repeats: int, workers: _Workers, progress: Callable[[str], None]
 ) -> None:
-    with _Workers(model, threads, result, progress) as workers:
-        for number, case in enumerate(cases):
-            able = [e for e in engines if e.name not in workers.broken]
-            for round_number in range(repeats):
-                where = f"{case.name} (case {number + 1} of {len(cases)}, round {round_number + 1} of {repeats})"
-                speeds: dict[str, float] = {}
-                for engine in able:
-                    progress(f"{where}: {engine.name}")
-                    speed = workers.run(engine, case)
-                    if speed is not None:
-                        speeds[engine.name] = speed
-                        progress(f"{where}: {engine.name}: {speed:,.1f} {UNIT}")
-                for name, speed in speeds.items():
-                    result.runs.setdefault((case.name, name), []).append(speed)
-                able = _go_on(result, case, able, round_number + 1)
+    for number, case in enumerate(result.cases):
+        able = [e for e in engines if e.name not in workers.broken]
+        for round_number in range(repeats):
+            where = f"{case.name} (case {number + 1} of {len(result.cases)}, round {round_number + 1} of {repeats})"
+            speeds: dict[str, float] = {}
+            for engine in able:
+                progress(f"{where}: {engine.name}")
+                speed = workers.run(engine, case)
+                if speed is not None:
+                    speeds[engine.name] = speed
+                    progress(f"{where}: {engine.name}: {speed:,.1f} {UNIT}")
+            for name, speed in speeds.items():
+                result.runs.setdefault((case.name, name), []).append(speed)
+            able = _go_on(result, case, able, round_number + 1)
 
 
 def _go_on(result: Comparison, case: Case, engines: Sequence[Engine], rounds: int) -> list[Engine]:
