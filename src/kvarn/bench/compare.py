@@ -94,12 +94,13 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 @dataclass(slots=True)
 class Comparison:
-    """runs[case, engine]: tokens a second of each repetition; notes: what went wrong."""
+    """runs[case, engine]: tokens a second of each repetition; notes: what went wrong; interrupted: before its end."""
 
     cases: tuple[Case, ...]
     engines: tuple[str, ...]
     runs: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     def median(self, case: str, engine: str) -> float | None:
         runs = self.runs.get((case, engine))
@@ -153,6 +154,7 @@ def compare(
         try:
             _run(result, engines, repeats, workers, progress)
         except KeyboardInterrupt:
+            result.interrupted = True
             result.notes.append("interrupted: later rounds and cases are missing")
     return result
 

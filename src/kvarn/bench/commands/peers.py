@@ -73,7 +73,9 @@ def COMMAND(
         json_path.write_text(numbers + "\n", encoding="utf-8")
     if json_path is not None and str(json_path) == "-":
         click.echo(numbers)
-        return
-    Console().print(table(result))
-    for note in result.notes:
-        click.echo(note, err=True)
+    else:
+        Console().print(table(result))
+        for note in result.notes:
+            click.echo(note, err=True)
+    if result.interrupted:
+        raise KeyboardInterrupt
