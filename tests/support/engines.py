@@ -26,16 +26,15 @@ SMALL = EngineOptions(
 )
 
 
-def block_bytes(model: CausalLM, options: EngineOptions = SMALL) -> int:
-    """Bytes of one block of every pool together."""
-    plan = plan_cache(model.layers, options, max_context=None, default_format="float32", free_bytes=1 << 30)
-    return sum(p.block_bytes for g in plan.groups for p in g.pools)
-
-
 def blocks_bytes(model: CausalLM, options: EngineOptions, blocks: int) -> int:
     """Bytes in which every pool has so many blocks, or all that it could ever use, if those are fewer."""
     roomy = plan_cache(model.layers, options, max_context=None, default_format="float32", free_bytes=1 << 30)
     return sum(p.block_bytes * min(blocks, p.n_blocks) for g in roomy.groups for p in g.pools)
+
+
+def block_bytes(model: CausalLM, options: EngineOptions = SMALL) -> int:
+    """Bytes of one block of every pool together."""
+    return blocks_bytes(model, options, 1)
 
 
 def make_engine(
