@@ -11,13 +11,16 @@ Counted = Literal["decode", "prefill", "all"]
 @dataclass(frozen=True, slots=True)
 class Case:
     """`streams` requests at once, each of `prompt_tokens` and `output_tokens`. counted: whose tokens a second: those of
-    the answers after the first ones, those of the prompts until the first tokens, or all over the whole time."""
+    the answers after the first ones, those of the prompts until the first tokens, or all over the whole time. kept: the
+    prompts are computed in the first round only; each later one goes on decoding the same streams where the last one
+    stopped, so that the context grows by output_tokens - 1 a round."""
 
     name: str
     streams: int
     prompt_tokens: int
     output_tokens: int
     counted: Counted
+    kept: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -28,7 +31,7 @@ CASES = (
     Case("decode_at_4096", 1, 4096, 48, "decode"),
     Case("prefill_512", 1, 512, 1, "prefill"),
     Case("batch_32x128+64", 32, 128, 64, "all"),
-    Case("decode_32_at_2048", 32, 2048, 32, "decode"),
+    Case("decode_32_at_2048", 32, 2048, 32, "decode", kept=True),
 )
 
 

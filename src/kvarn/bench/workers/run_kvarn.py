@@ -6,7 +6,8 @@ import json
 import sys
 
 from kvarn.bench.cases import Case
-from kvarn.bench.measure import context_for, run_case
+from kvarn.bench.measure import KeptCase, context_for, run_case
+from kvarn.core.errors import KvarnError
 from kvarn.engine.llm import LLM
 
 
@@ -22,11 +23,23 @@ def main(model: str, threads: str, numerics: str = "invariant", kv: str = "") ->
         kv_memory_bytes=3 << 30,
         prefix_caching=False,
     )
+    kept = KeptCase(llm)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        timing = run_case(llm, Case(**asked["case"]), asked["prompts"])
-        print(json.dumps({"prefill_s": timing.prefill_s, "decode_s": timing.decode_s}), flush=True)
+        try:
+            answer = answer_of(llm, kept, Case(**asked["case"]), asked["prompts"])
+        except KvarnError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+def answer_of(llm: LLM, kept: KeptCase, case: Case, prompts: list[list[int]]) -> dict[str, float]:
+    """The case's times. Raises KvarnError."""
+    if not case.kept:
+        kept.end()
+    timing = kept.run(case, prompts) if case.kept else run_case(llm, case, prompts)
+    return {"prefill_s": timing.prefill_s, "decode_s": timing.decode_s}
 
 
 if __name__ == "__main__":
