@@ -10,11 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvarn.bench.peers import is_installed
+from kvarn.bench.peers import VLLM_CACHE_GIB, is_installed
 from kvarn.bench.prepare import hf_directory
 from kvarn.core.errors import KvarnError
-
-VLLM_CACHE_GIB = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,15 @@ def main(folder: str, model: str, threads: str, kv: str = "f16") -> None:
 
 
 def run(program: Path, model: str, threads: str, kv: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Its figures of prompt and generation time for that many prompts of their own, token ids of its choice."""
+    """Its figures of prompt and generation time for that many prompts, token ids of its choice. Where decoding alone
+    counts, one prompt is computed and its cache copied to every stream."""
     streams, prompt, output = case["streams"], case["prompt_tokens"], case["output_tokens"]
     sizes = ["-npp", prompt, "-ntg", output, "-npl", streams, "-c", streams * (prompt + output) + 64]
     how = ["-b", 2048, "-ub", 512, "-t", threads, "-tb", threads, "-ctk", kv, "-ctv", kv, "--output-format", "jsonl"]
     flash = ["-fa", "on"] if kv != "f16" else []
-    command = [str(a) for a in (program, "-m", model, *sizes, *how, *flash)]
+    # One prompt for all: without -kvu, llama_kv_cache::seq_cp copies its cells into each sequence's own buffer.
+    shared = ["-pps"] if case["counted"] == "decode" and streams > 1 else []
+    command = [str(a) for a in (program, "-m", model, *sizes, *how, *flash, *shared)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={"LD_LIBRARY_PATH": str(program.parent)}
     )
