@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from kvarn.bench.commands._progress import doing
 from kvarn.bench.compare import compare, table
 from kvarn.bench.machine import machine
 from kvarn.bench.peers import find_peers, kvarn
+from kvarn.bench.room import fit_together
 from kvarn.core.errors import InvalidRequest
 from kvarn.hub import default_name, resolve
 from kvarn.planner.hardware import usable_cores
@@ -54,7 +56,8 @@ def COMMAND(
     llama.cpp and OpenVINO run with two forms of their cache, on the GGUF file and on a Q4_0 file made from it by
     llama.cpp's own llama-quantize; vLLM on its numbers in bfloat16, transformers too or, where the processor has no
     AVX-512, in float32. A peer's forms that are clearly slower than its best in a case's first round are left out of
-    the others; the best one counts.
+    the others; the best one counts. In decode_32_at_2048 prompts are computed in the first round, and later ones go on
+    decoding.
     """
     path = resolve(model or default_name()).path
     if not path.is_file():
@@ -66,7 +69,7 @@ def COMMAND(
     threads = threads or usable_cores()
     about = machine(threads)
     with doing() as progress:
-        result = compare(engines, cases, path, threads, repeats, progress)
+        result = compare(engines, cases, path, threads, repeats, progress, partial(fit_together, path, repeats))
     result.notes.extend(found.missing)
     numbers = json.dumps(result.as_dict(about), indent=2)
     if json_path is not None and str(json_path) != "-":
