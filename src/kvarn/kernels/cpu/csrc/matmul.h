@@ -2,7 +2,7 @@
 // Scores: A = queries, M = K (channels x tokens). Mixing: A = softmax weights, M = V (tokens x channels).
 // Each row has its own chain of sums in the order of k, so a row's result does not depend on how many rows go together.
 #pragma once
-#include "codecs.h"
+#include "stage_stripe.h"
 
 namespace {
 
@@ -45,7 +45,7 @@ INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const fl
       even[r][v] = odd[r][v] = vf{};
       if (!add) continue;
       const __m256 x = _mm256_loadu_ps(c + r * ldc + 16 * v), y = _mm256_loadu_ps(c + r * ldc + 16 * v + 8);
-      const __m256 low = _mm256_permute2f128_ps(x, y, 0x20), top = _mm256_permute2f128_ps(x, y, 0x31);
+      const __m256 low = low_lanes(x, y), top = high_lanes(x, y);
       even[r][v] = (vf)_mm256_shuffle_ps(low, top, 0x88), odd[r][v] = (vf)_mm256_shuffle_ps(low, top, 0xdd);
     }
   m += 2 * column;
@@ -64,8 +64,8 @@ INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const fl
     for (int v = 0; v < V; v++) {
       const __m256 low = _mm256_unpacklo_ps((__m256)even[r][v], (__m256)odd[r][v]);
       const __m256 top = _mm256_unpackhi_ps((__m256)even[r][v], (__m256)odd[r][v]);
-      _mm256_storeu_ps(c + r * ldc + 16 * v, _mm256_permute2f128_ps(low, top, 0x20));
-      _mm256_storeu_ps(c + r * ldc + 16 * v + 8, _mm256_permute2f128_ps(low, top, 0x31));
+      _mm256_storeu_ps(c + r * ldc + 16 * v, low_lanes(low, top));
+      _mm256_storeu_ps(c + r * ldc + 16 * v + 8, high_lanes(low, top));
     }
 }
 #endif
@@ -82,11 +82,38 @@ INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const fl
     else { CALL(1); r0 += 1; }                            \
   }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Columns in stripes of 32 that become floats once for all rows.
+template <int C>
+void matmul_staged(const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows, int n, float* c,
+                   int64_t ldc, bool add) {
+  constexpr int kSome = 64;  // rows of M: 8 KiB of floats
+  alignas(32) float stripe[kSome * 32];
+  const auto* x = reinterpret_cast<const uint8_t*>(stripe);
+  for (int col = 0; col < columns; col += 32, m += row_bytes(C, 32), c += 32)
+    for (int k = 0; k < n; k += kSome) {
+      const int some = imin(kSome, n - k);
+      stage_stripe<C>(m + k * row_stride, row_stride, some, stripe);
+#define KVARN_TILE(R) tile<kF32, R, (R <= 3 ? V : 2)>(x, 128, at, a + r0 * lda + k, lda, some, c + r0 * ldc + at, ldc, add || k > 0)
+      if (rows <= 3) {
+        constexpr int at = 0, V = 4;
+        KVARN_ROWS(rows, KVARN_TILE)
+      } else {
+        constexpr int V = 2;
+        for (int at = 0; at < 32; at += 2 * W) { KVARN_ROWS(rows, KVARN_TILE) }
+      }
+#undef KVARN_TILE
+    }
+}
+#endif
+
 template <int C>
 void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows, int n,
                   float* c, int64_t ldc, bool add) {
   int col = 0;
 #if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (C > kBF16)
+    if (columns % 32 == 0 && (C >= kAffine4 || rows > 3)) return matmul_staged<C>(m, row_stride, columns, a, lda, rows, n, c, ldc, add);
   // Up to three rows take four vectors at once.
   if constexpr (C == kBF16) {
 #define KVARN_TILE(R) \

@@ -1,6 +1,5 @@
 // Mixing: softmax weights times the values of a block, in whichever way its format is multiplied.
 #pragma once
-#include "integer_mix.h"
 #include "score.h"
 
 namespace {
@@ -28,6 +27,13 @@ inline void group_scales(const uint16_t* x, const Column& col, int block, int gr
     vf a = f16_vf(load<vh>(x + 2 * j)), b = f16_vf(load<vh>(x + 2 * j + W));
     store(out + j, (vf)_mm512_permutex2var_ps((__m512)a, pick, (__m512)b));
     store(out + block + j, (vf)_mm512_permutex2var_ps((__m512)a, next, (__m512)b));
+  }
+#elif defined(__AVX2__)
+  for (; groups == 2 && j + W <= block; j += W) {
+    const __m256 a = (__m256)f16_vf(load<vh>(x + 2 * j)), b = (__m256)f16_vf(load<vh>(x + 2 * j + W));
+    const __m256 even = _mm256_shuffle_ps(a, b, 0x88), odd = _mm256_shuffle_ps(a, b, 0xdd);  // halves of lanes: 0, 2, 1, 3
+    store(out + j, _mm256_permute4x64_pd((__m256d)even, 0xd8));
+    store(out + block + j, _mm256_permute4x64_pd((__m256d)odd, 0xd8));
   }
 #endif
   for (; j + W <= block && groups == 1; j += W) store(out + j, f16_vf(load<vh>(x + j)));

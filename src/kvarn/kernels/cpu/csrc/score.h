@@ -82,8 +82,8 @@ inline void score_by_integers(const Step& s, const AttendCall& c, const Shape& h
   halves(halves_at(k.part[2], col.block, c.layer, rows.head), s.k_dim, w.zero);
   const float top = top_magnitude(w.scale, s.k_dim);
   for (int r = 0; r < rows.n; r++)
-    w.block_step[r] = c.scale * split_query<3>(q + int64_t(r) * s.k_dim, w.scale, s.k_dim, w.q_top[rows.first + r] * top,
-                                               w.q_block + int64_t(r) * 4 * s.k_dim);
+    w.block_step[r] = c.scale * packed_query(q + int64_t(r) * s.k_dim, w.scale, s.k_dim, w.q_top[rows.first + r] * top,
+                                             w.q_block + int64_t(r) * 4 * s.k_dim);
   bias_of_rows(q, rows.n, s.k_dim, w.zero, c.scale, w.bias);
   score_integers(k.codec, codes, row, s.k_dim, h.block, {w.q_block, nullptr, w.block_step, w.bias}, rows.n, nullptr, out, width, v);
 }

@@ -332,15 +332,21 @@ INLINE vf vexp_below(vf x) {
 #if defined(__AVX512F__)
   x = vmax(splat(-160.0f), x * 1.44269504088896341f);  // in this order a NaN stays one
   vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  x = vmax(splat(-127.0f), x * 1.44269504088896341f);
+  const vf magic = x + 12582912.0f;  // 1.5 * 2^23: the last bits are n
+  const vf n = magic - 12582912.0f;
+#endif
   vf r = x - n;
   vf p = fma(splat(1.326472731e-3f), r, splat(9.671512991e-3f));
   p = fma(p, r, splat(5.550733581e-2f));
   p = fma(p, r, splat(2.402224243e-1f));
   p = fma(p, r, splat(6.931470037e-1f));
   p = fma(p, r, splat(1.0f));
+#if defined(__AVX512F__)
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-  return vexp(x);
+  return p * (vf)(((vi)magic << 23) + 0x3f800000);  // exactly 0 at -127
 #endif
 }
 

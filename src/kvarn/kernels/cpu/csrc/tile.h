@@ -243,8 +243,7 @@ inline void stage_query(const Step& s, const AttendCall& c, const Shape& h, cons
   if (h.need_int8 || h.need_top) w.q_top[r] = top_magnitude(q, s.k_dim);
   if (h.need_int8) {
     int8_t* digits = w.q_int8 + int64_t(r) * 4 * s.k_dim;
-    w.q_step[r] = c.scale * split_query<2>(q, nullptr, s.k_dim, w.q_top[r], digits);
-    w.q_shift[r] = 128 * sum_of_digits(digits, s.k_dim);
+    w.q_step[r] = c.scale * int8_query(q, s.k_dim, w.q_top[r], digits, w.q_shift + r);
   }
   if (h.need_turbo) {
     float* turned = w.q_turbo + int64_t(r) * s.k_dim;

@@ -1,20 +1,8 @@
-// Mixing values by integer products: a softmax weight times its token's scale is rounded to 16 bits of the row's largest such
-// product in the split, so that one integer sum a channel goes through all of a split's blocks.
+// Mixing values by integer products of one byte: weights in two bytes.
 #pragma once
-#include "integer.h"
+#include "integer_vnni.h"
 
 namespace {
-
-struct Stripes {  // V of one head in a split's blocks of one pool, and the weights of their tokens
-  const uint8_t** at;  // [n]: a stripe's first token
-  Ahead* ahead;        // [n]
-  int n;
-  int64_t row;            // bytes of a token
-  const uint8_t* weights;  // [rows][n][2][kStripe]
-  const float* factor;     // [rows]
-};
-
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
 constexpr Bytes64 kHighLow = bytes64([](int t, int c) {  // of 32 numbers: their second bytes, then their first ones
   const int i = 4 * t + c;
@@ -133,13 +121,5 @@ INLINE float code_weights(const float* x, const int* offset, int n, uint8_t* out
   }
   return top * (1.0f / 65535.0f) + hsum(odd);
 }
-
-#else  // never called: v_by_integers says no
-
-template <int C>
-void mix_stripes(const Stripes&, int, int, float*, int64_t, bool) {}
-INLINE float code_weights(const float*, const int*, int, uint8_t*) { return 0.0f; }
-
-#endif
 
 }  // namespace
