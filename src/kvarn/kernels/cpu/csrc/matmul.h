@@ -12,15 +12,16 @@ constexpr int kMaxRows = 12;
 constexpr int kMaxRows = 6;
 #endif
 
-// V: vectors of columns at once.
+// V: vectors of columns at once. ahead: a line a row of M.
 template <int C, int R, int V>
 INLINE void tile(const uint8_t* m, int64_t row_stride, int column, const float* a, int64_t lda, int n, float* c,
-                 int64_t ldc, bool add) {
+                 int64_t ldc, bool add, Ahead ahead) {
   vf sum[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) sum[r][v] = add ? load<vf>(c + r * ldc + v * W) : vf{};
   for (int k = 0; k < n; k++, m += row_stride) {
     vf x[V];
+    ask<kPlainLines>(ahead);
     for (int v = 0; v < V; v++) x[v] = row_vf<C>(m, column + v * W);
     for (int r = 0; r < R; r++) {
       vf w = splat(a[r * lda + k]);
@@ -37,7 +38,7 @@ INLINE void tile(const uint8_t* m, int64_t row_stride, int column, const float* 
 // use a whole line of memory at once.
 template <int R, int V>
 INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const float* a, int64_t lda, int n, float* c,
-                      int64_t ldc, bool add) {
+                      int64_t ldc, bool add, Ahead ahead) {
   const vu high = (vu)_mm256_set1_epi32(int(0xffff0000u));
   vf even[R][V], odd[R][V];
   for (int r = 0; r < R; r++)
@@ -51,6 +52,7 @@ INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const fl
   m += 2 * column;
   for (int k = 0; k < n; k++, m += row_stride) {
     vf p[V], q[V];
+    ask<kPlainLines>(ahead);
     for (int v = 0; v < V; v++) {
       const vu both = load<vu>(m + 32 * v);
       p[v] = (vf)(both << 16), q[v] = (vf)(both & high);
@@ -86,15 +88,15 @@ INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const fl
 // Columns in stripes of 32 that become floats once for all rows.
 template <int C>
 void matmul_staged(const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows, int n, float* c,
-                   int64_t ldc, bool add) {
+                   int64_t ldc, bool add, Ahead ahead) {
   constexpr int kSome = 64;  // rows of M: 8 KiB of floats
   alignas(32) float stripe[kSome * 32];
   const auto* x = reinterpret_cast<const uint8_t*>(stripe);
   for (int col = 0; col < columns; col += 32, m += row_bytes(C, 32), c += 32)
     for (int k = 0; k < n; k += kSome) {
       const int some = imin(kSome, n - k);
-      stage_stripe<C>(m + k * row_stride, row_stride, some, stripe);
-#define KVARN_TILE(R) tile<kF32, R, (R <= 3 ? V : 2)>(x, 128, at, a + r0 * lda + k, lda, some, c + r0 * ldc + at, ldc, add || k > 0)
+      stage_stripe<C>(m + k * row_stride, row_stride, some, stripe, ahead);
+#define KVARN_TILE(R) tile<kF32, R, (R <= 3 ? V : 2)>(x, 128, at, a + r0 * lda + k, lda, some, c + r0 * ldc + at, ldc, add || k > 0, Ahead{x, 0})
       if (rows <= 3) {
         constexpr int at = 0, V = 4;
         KVARN_ROWS(rows, KVARN_TILE)
@@ -109,15 +111,18 @@ void matmul_staged(const uint8_t* m, int64_t row_stride, int columns, const floa
 
 template <int C>
 void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows, int n,
-                  float* c, int64_t ldc, bool add) {
+                  float* c, int64_t ldc, bool add, Ahead ahead) {
   int col = 0;
+  // The first rows ask, for whole stripes of columns.
+  auto asked = [&](int r0) { return r0 == 0 && col % 32 == 0 ? Ahead{ahead.at + col / 32 * n * ahead.step, ahead.step} : Ahead{m, 0}; };
 #if defined(__AVX2__) && !defined(__AVX512F__)
   if constexpr (C > kBF16)
-    if (columns % 32 == 0 && (C >= kAffine4 || rows > 3)) return matmul_staged<C>(m, row_stride, columns, a, lda, rows, n, c, ldc, add);
+    if (columns % 32 == 0 && (C >= kAffine4 || rows > 3))
+      return matmul_staged<C>(m, row_stride, columns, a, lda, rows, n, c, ldc, add, ahead);
   // Up to three rows take four vectors at once.
   if constexpr (C == kBF16) {
 #define KVARN_TILE(R) \
-  tile_bf16<R, (R <= 3 ? V : 1)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
+  tile_bf16<R, (R <= 3 ? V : 1)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add, asked(r0))
     if (rows <= 3) {
       constexpr int V = 2;
       for (; col + 4 * W <= columns; col += 4 * W) { KVARN_ROWS(rows, KVARN_TILE) }
@@ -127,24 +132,26 @@ void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float
 #undef KVARN_TILE
     return;
   }
-#define KVARN_TILE(R) tile<C, R, (R <= 3 ? 4 : 2)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
+#define KVARN_TILE(R) \
+  tile<C, R, (R <= 3 ? 4 : 2)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add, asked(r0))
   if (rows <= 3)
     for (; col + 4 * W <= columns; col += 4 * W) { KVARN_ROWS(rows, KVARN_TILE) }
 #undef KVARN_TILE
 #endif
   for (; col < columns; col += 2 * W) {
-#define KVARN_TILE(R) tile<C, R, 2>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add)
+#define KVARN_TILE(R) tile<C, R, 2>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add, asked(r0))
     KVARN_ROWS(rows, KVARN_TILE)
 #undef KVARN_TILE
   }
 }
 
-// M [n][columns] as `codec` stores it (columns must satisfy fast_row), A [rows][n], C [rows][columns].
+// M [n][columns] as `codec` stores it (columns must satisfy fast_row), A [rows][n], C [rows][columns]. ahead: memory to ask for
+// meanwhile, a line for each row of M and 32 columns.
 inline void matmul(int codec, const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows,
-                   int n, float* c, int64_t ldc, bool add) {
+                   int n, float* c, int64_t ldc, bool add, Ahead ahead) {
   switch (codec) {
 #define KVARN_CASE(C) \
-  case C: return matmul_codec<C>(m, row_stride, columns, a, lda, rows, n, c, ldc, add);
+  case C: return matmul_codec<C>(m, row_stride, columns, a, lda, rows, n, c, ldc, add, ahead);
     KVARN_CASE(kF32)
     KVARN_CASE(kBF16)
     KVARN_CASE(kF16)

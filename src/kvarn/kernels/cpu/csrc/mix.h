@@ -159,18 +159,18 @@ INLINE const uint8_t* v_rows(const Step& s, const Shape& h, const Work& w, const
 
 // mix += weights [rows][block] times the rows of V, channels [first, first + n) of it.
 inline void mix_plain(const Step& s, const Shape& h, const Work& w, const Column& col, int n_rows, const uint8_t* codes,
-                      const float* weights, int64_t width, int first, int n, float* mix) {
+                      const float* weights, int64_t width, int first, int n, float* mix, const Ahead& ahead) {
   int codec = col.pool->v.codec;
   if (fast_row(codec, s.v_dim) && n % (2 * W) == 0 && (codec < kAffine4 || first % 32 == 0)) {
     const uint8_t* rows = v_rows(s, h, w, col, codes, 0);
     matmul(codec, rows + row_bytes(codec, first), row_bytes(codec, s.v_dim), n, weights, width, n_rows, h.block,
-           mix + first, h.padded_v, true);
+           mix + first, h.padded_v, true, Ahead{ahead.at + first / 32 * h.block * ahead.step, ahead.step});
     return;
   }
   stage_rows(codec, codes, h.block, s.v_dim, col.holes ? col.positions : nullptr, w.stage, h.padded_v);
   if (first == 0 && n == s.v_dim) {
     matmul(kF32, reinterpret_cast<uint8_t*>(w.stage), 4 * h.padded_v, h.padded_v, weights, width, n_rows, h.block, mix,
-           h.padded_v, true);
+           h.padded_v, true, ahead);
     return;
   }
   for (int r = 0; r < n_rows; r++)
@@ -180,7 +180,7 @@ inline void mix_plain(const Step& s, const Shape& h, const Work& w, const Column
 }
 
 inline void mix_affine(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                       const HeadRows& rows, const uint8_t* codes, const float* p, int64_t width, float* mix) {
+                       const HeadRows& rows, const uint8_t* codes, const float* p, int64_t width, float* mix, const Ahead& ahead) {
   const Side& v = col.pool->v;
   const int groups = s.v_dim / v.group;
   group_scales(halves_at(v.part[1], col.block, c.layer, rows.head), col, h.block, groups, w.scale);
@@ -188,23 +188,23 @@ inline void mix_affine(const Step& s, const AttendCall& c, const Shape& h, const
   for (int g = 0; g < groups; g++) {
     mix_zero(p, width, rows.n, h.block, w.zero + g * h.block, mix + g * v.group, h.padded_v, v.group);
     scale_weights(p, width, rows.n, h.block, w.scale + g * h.block, w.q_scaled);
-    mix_plain(s, h, w, col, rows.n, codes, w.q_scaled, h.block, g * v.group, v.group, mix);
+    mix_plain(s, h, w, col, rows.n, codes, w.q_scaled, h.block, g * v.group, v.group, mix, ahead);
   }
 }
 
 inline void mix_by_floats(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                          const HeadRows& rows, const float* p, int64_t width, float* mix) {
+                          const HeadRows& rows, const float* p, int64_t width, float* mix, const Ahead& ahead) {
   const Side& v = col.pool->v;
   const uint8_t* codes = at(v.part[0], col.block, c.layer, rows.head);
-  if (is_affine(v.codec)) return mix_affine(s, c, h, w, col, rows, codes, p, width, mix);
+  if (is_affine(v.codec)) return mix_affine(s, c, h, w, col, rows, codes, p, width, mix, ahead);
   if (has_token_scale(v.codec)) {
     halves(halves_at(v.part[1], col.block, c.layer, rows.head), h.block, w.scale);
     scale_weights(p, width, rows.n, h.block, w.scale, w.q_scaled);
     float* to = is_turbo(v.codec) ? w.mix_turbo + int64_t(rows.first) * h.padded_v : mix;
-    mix_plain(s, h, w, col, rows.n, codes, w.q_scaled, h.block, 0, s.v_dim, to);
+    mix_plain(s, h, w, col, rows.n, codes, w.q_scaled, h.block, 0, s.v_dim, to, ahead);
     return;
   }
-  mix_plain(s, h, w, col, rows.n, codes, p, width, 0, s.v_dim, mix);
+  mix_plain(s, h, w, col, rows.n, codes, p, width, 0, s.v_dim, mix, ahead);
 }
 
 // mix [n][padded_v] of one head += the weights of the visited blocks [begin, end), all mixed by dot products and of one codec,
@@ -227,7 +227,8 @@ inline void mix_others(const Step& s, const AttendCall& c, const Shape& h, const
   for (int i = 0, end; i < n; i = end) {
     const Column& col = w.columns[i];
     end = i + 1;
-    if (col.v_way == kPlain) mix_by_floats(s, c, h, w, col, rows, w.scores + rows.first * width + int64_t(i) * h.padded_block, width, mix);
+    if (col.v_way == kPlain)
+      mix_by_floats(s, c, h, w, col, rows, w.scores + rows.first * width + int64_t(i) * h.padded_block, width, mix, w.ahead[i]);
     if (col.v_way != kDot) continue;
     while (end < n && w.columns[end].v_way == kDot && w.columns[end].pool->v.codec == col.pool->v.codec) end++;
     mix_dots(s, c, h, w, rows, i, end, width, mix);

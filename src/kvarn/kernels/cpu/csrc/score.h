@@ -89,7 +89,7 @@ inline void score_by_integers(const Step& s, const AttendCall& c, const Shape& h
 }
 
 inline void score_by_floats(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                            const HeadRows& rows, float* out, int64_t width) {
+                            const HeadRows& rows, float* out, int64_t width, const Ahead& v) {
   const Side& k = col.pool->k;
   const uint8_t* codes = at(k.part[0], col.block, c.layer, rows.head);
   const float* q = (is_turbo(k.codec) ? w.q_turbo : w.q) + int64_t(rows.first) * s.k_dim;
@@ -101,11 +101,11 @@ inline void score_by_floats(const Step& s, const AttendCall& c, const Shape& h, 
     q = w.q_scaled;
   }
   if (fast_row(k.codec, h.block)) {
-    matmul(k.codec, codes, row_bytes(k.codec, h.block), h.block, q, s.k_dim, rows.n, s.k_dim, out, width, false);
+    matmul(k.codec, codes, row_bytes(k.codec, h.block), h.block, q, s.k_dim, rows.n, s.k_dim, out, width, false, v);
   } else {
     stage_rows(k.codec, codes, s.k_dim, h.block, nullptr, w.stage, h.padded_block);
     matmul(kF32, reinterpret_cast<uint8_t*>(w.stage), 4 * h.padded_block, h.padded_block, q, s.k_dim, rows.n, s.k_dim,
-           out, width, false);
+           out, width, false, v);
   }
   if (has_token_scale(k.codec)) scale_columns(out, width, rows.n, w.scale, h.block);
   if (is_affine(k.codec))
@@ -120,7 +120,7 @@ inline void score_block(const Step& s, const AttendCall& c, const Shape& h, cons
                         const HeadRows& rows, float* out, int64_t width) {
   const Ahead v{at(col.pool->v.part[0], col.block, c.layer, rows.head), h.ask_v[col.at].step[col.k_way]};
   if (col.k_way == kInteger) return score_by_integers(s, c, h, w, col, rows, out, width, v);
-  if (col.k_way == kPlain) return score_by_floats(s, c, h, w, col, rows, out, width);
+  if (col.k_way == kPlain) return score_by_floats(s, c, h, w, col, rows, out, width, v);
   const uint8_t* k = at(col.pool->k.part[0], col.block, c.layer, rows.head);
   const uint32_t* q = w.q_dot + int64_t(rows.first) * (s.k_dim / 2);
   auto product = col.pool->k.codec == kBF16 ? matmul_dot<kBF16> : matmul_dot<kFP8>;

@@ -6,6 +6,12 @@
 namespace {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kPlainLines = 1;  // asked for beside a row of M and 32 columns
+#else
+constexpr int kPlainLines = 0;
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
 
 // Lanes of two vectors side by side. VPERM2F128 would be one instruction, and eight operations on Zen 1.
 INLINE __m256 low_lanes(__m256 a, __m256 b) { return _mm256_insertf128_ps(a, _mm256_castps256_ps128(b), 1); }
@@ -30,11 +36,11 @@ INLINE __m256i codes_of_stripe(const uint8_t* m) {
   }
 }
 
-// n rows of a stripe as floats, out [n][32].
+// n rows of a stripe as floats, out [n][32], asking for a line a row.
 template <int C>
-INLINE void stage_stripe(const uint8_t* m, int64_t row_stride, int n, float* out) {
+INLINE void stage_stripe(const uint8_t* m, int64_t row_stride, int n, float* out, Ahead& ahead) {
   if constexpr (C < kAffine4) {
-    for (int k = 0; k < n; k++, m += row_stride, out += 32)
+    for (int k = 0; k < n; k++, m += row_stride, out += 32, ask<kPlainLines>(ahead))
       for (int i = 0; i < 32; i += W) store(out + i, row_vf<C>(m, i));
     return;
   }
@@ -51,6 +57,7 @@ INLINE void stage_stripe(const uint8_t* m, int64_t row_stride, int n, float* out
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm256_extracti128_si256(x, 1));
   };
   for (int k = 0; k < n; k++, m += row_stride, out += 32) {
+    ask<kPlainLines>(ahead);
     const __m256i codes = codes_of_stripe<C>(m), zero = _mm256_setzero_si256();
     const __m256i a = _mm256_shuffle_epi8(table[2], codes), b = _mm256_shuffle_epi8(table[3], codes);
     const __m256i high = _mm256_unpacklo_epi8(a, b), high2 = _mm256_unpackhi_epi8(a, b);

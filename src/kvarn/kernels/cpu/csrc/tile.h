@@ -75,8 +75,10 @@ inline Shape shape_of(const Step& s, const AttendCall& c) {
     h.v_ways[i] = v_way(s, s.pools[i], c.dtype);
     h.any_v_integer |= h.v_ways[i] == kInteger;
     const int64_t stripes = h.block / kStripe, vectors = stripes * (kStripe / W) * imin(h.group, kExpRows);
-    const int64_t of_k[] = {0, s.v_dim / 32 * (h.block / 2) * kDotLines, stripes * (kStripe / 4) * kMixLines + vectors * kExpLines};
-    const int64_t of_v[] = {0, stripes * (s.k_dim / 2) * kDotLines, stripes * (s.k_dim / 4) * kScoreLines};
+    const int64_t of_k[] = {s.v_dim / 32 * h.block * kPlainLines, s.v_dim / 32 * (h.block / 2) * kDotLines,
+                            stripes * (kStripe / 4) * kMixLines + vectors * kExpLines};
+    const int64_t of_v[] = {h.block / 32 * s.k_dim * kPlainLines, stripes * (s.k_dim / 2) * kDotLines,
+                            stripes * (s.k_dim / 4) * kScoreLines};
     for (int way = kPlain; way <= kInteger; way++) {
       h.ask_k[i].set(way, k_bytes(s, s.pools[i]), of_k[way]);
       h.ask_v[i].set(way, v_bytes(s, s.pools[i]), of_v[way]);
