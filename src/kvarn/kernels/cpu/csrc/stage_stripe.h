@@ -1,4 +1,4 @@
-// Stripes of 32 columns as floats, for AVX2. Packed codes are looked up in tables of bytes, which cost less than conversions and
+// Stripes of 32 columns as floats or bfloat16, for AVX2. Packed codes are looked up in tables of bytes, which cost less than conversions and
 // tables of floats.
 #pragma once
 #include "codecs.h"
@@ -12,10 +12,6 @@ constexpr int kPlainLines = 0;
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-
-// Lanes of two vectors side by side. VPERM2F128 would be one instruction, and eight operations on Zen 1.
-INLINE __m256 low_lanes(__m256 a, __m256 b) { return _mm256_insertf128_ps(a, _mm256_castps256_ps128(b), 1); }
-INLINE __m256 high_lanes(__m256 a, __m256 b) { return _mm256_insertf128_ps(b, _mm256_extractf128_ps(a, 1), 0); }
 
 constexpr float kCounts[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -36,38 +32,45 @@ INLINE __m256i codes_of_stripe(const uint8_t* m) {
   }
 }
 
-// n rows of a stripe as floats, out [n][32], asking for a line a row.
+// Byte b of the float that each of 16 codes stands for, in both lanes.
 template <int C>
-INLINE void stage_stripe(const uint8_t* m, int64_t row_stride, int n, float* out, Ahead& ahead) {
+INLINE __m256i byte_table(int b) {
+  const float* floats = C >= kTurbo4 ? codebook(C) : kCounts;
+  alignas(16) uint8_t bytes[16];
+  for (int i = 0; i < 16; i++) bytes[i] = uint8_t(float_bits(floats[i]) >> (8 * b));
+  return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+INLINE void store_lanes(void* low, void* high, __m256i x) {
+  _mm_storeu_si128(static_cast<__m128i*>(low), _mm256_castsi256_si128(x));
+  _mm_storeu_si128(static_cast<__m128i*>(high), _mm256_extracti128_si256(x, 1));
+}
+
+// n rows of a stripe as the numbers of staged(C), out [n][32], asking for a line a row. Small whole numbers are bfloat16.
+constexpr int staged(int codec) { return codec >= kAffine4 && codec < kTurbo4 ? kBF16 : kF32; }
+template <int C>
+INLINE void stage_stripe(const uint8_t* m, int64_t row_stride, int n, uint8_t* out, Ahead& ahead) {
   if constexpr (C < kAffine4) {
-    for (int k = 0; k < n; k++, m += row_stride, out += 32, ask<kPlainLines>(ahead))
-      for (int i = 0; i < 32; i += W) store(out + i, row_vf<C>(m, i));
+    for (int k = 0; k < n; k++, m += row_stride, out += 128) {
+      ask<kPlainLines>(ahead);
+      for (int i = 0; i < 32; i += W) store(out + 4 * i, row_vf<C>(m, i));
+    }
     return;
   }
-  const float* floats = C >= kTurbo4 ? codebook(C) : kCounts;
-  __m256i table[4];  // bytes of the floats, the lowest first
-#pragma GCC unroll 4
-  for (int b = 0; b < 4; b++) {
-    alignas(16) uint8_t bytes[16];
-    for (int i = 0; i < 16; i++) bytes[i] = uint8_t(float_bits(floats[i]) >> (8 * b));
-    table[b] = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
-  }
-  auto put = [](float* to, __m256i x) {  // four columns of the stripe's first half, and the same of its last
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(x));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm256_extracti128_si256(x, 1));
-  };
-  for (int k = 0; k < n; k++, m += row_stride, out += 32) {
+  const __m256i first = byte_table<C>(0), second = byte_table<C>(1), third = byte_table<C>(2), fourth = byte_table<C>(3);
+  for (int k = 0; k < n; k++, m += row_stride, out += 32 * (staged(C) == kBF16 ? 2 : 4)) {
     ask<kPlainLines>(ahead);
-    const __m256i codes = codes_of_stripe<C>(m), zero = _mm256_setzero_si256();
-    const __m256i a = _mm256_shuffle_epi8(table[2], codes), b = _mm256_shuffle_epi8(table[3], codes);
-    const __m256i high = _mm256_unpacklo_epi8(a, b), high2 = _mm256_unpackhi_epi8(a, b);
-    __m256i low = zero, low2 = zero;  // small whole numbers have nothing there
-    if constexpr (C >= kTurbo4) {
-      const __m256i c = _mm256_shuffle_epi8(table[0], codes), d = _mm256_shuffle_epi8(table[1], codes);
-      low = _mm256_unpacklo_epi8(c, d), low2 = _mm256_unpackhi_epi8(c, d);
+    const __m256i codes = codes_of_stripe<C>(m);
+    const __m256i c = _mm256_shuffle_epi8(third, codes), d = _mm256_shuffle_epi8(fourth, codes);
+    const __m256i high = _mm256_unpacklo_epi8(c, d), high2 = _mm256_unpackhi_epi8(c, d);  // columns 0 to 7 and 16 to 23; the others
+    if constexpr (staged(C) == kBF16) {
+      store_lanes(out, out + 32, high), store_lanes(out + 16, out + 48, high2);
+    } else {
+      const __m256i a = _mm256_shuffle_epi8(first, codes), b = _mm256_shuffle_epi8(second, codes);
+      const __m256i low = _mm256_unpacklo_epi8(a, b), low2 = _mm256_unpackhi_epi8(a, b);
+      store_lanes(out, out + 64, _mm256_unpacklo_epi16(low, high)), store_lanes(out + 16, out + 80, _mm256_unpackhi_epi16(low, high));
+      store_lanes(out + 32, out + 96, _mm256_unpacklo_epi16(low2, high2));
+      store_lanes(out + 48, out + 112, _mm256_unpackhi_epi16(low2, high2));
     }
-    put(out, _mm256_unpacklo_epi16(low, high)), put(out + 4, _mm256_unpackhi_epi16(low, high));
-    put(out + 8, _mm256_unpacklo_epi16(low2, high2)), put(out + 12, _mm256_unpackhi_epi16(low2, high2));
   }
 }
 
