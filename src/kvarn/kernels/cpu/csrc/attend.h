@@ -48,11 +48,9 @@ struct NextKeys {
   const Tile* tile;  // null: there are none
   int column, end, head;
 };
-INLINE NextKeys keys_after(const Step& s, const Shape& h, const Tile& t, const Walk& walk, int end) {
-  const int length = s.table.length[t.row];
-  if (walk.on && end < length) return {&t, end, imin(end + h.columns, length), 0};
-  if (walk.after == nullptr) return {nullptr, 0, 0, 0};
-  return {walk.after, 0, imin(h.columns, s.table.length[walk.after->row]), 0};
+INLINE NextKeys keys_of(const Step& s, const Shape& h, const Walk& walk) {
+  if (walk.tile == nullptr) return {nullptr, 0, 0, 0};
+  return {walk.tile, walk.begin, imin(walk.begin + h.columns, s.table.length[walk.tile->row]), 0};
 }
 // Ask for the keys that come next: their scales at once, their codes in the lines that are returned, beside a block that is mixed
 // in this way. here: something at hand.
@@ -74,8 +72,7 @@ inline void attend_split(const Step& s, const AttendCall& c, const Shape& h, con
   bool turbo = false;
   for (int i = 0; i < n; i++) turbo |= is_turbo(w.columns[i].pool->v.codec);
   if (turbo) zero(w.mix_turbo, int64_t(t.n_rows) * h.padded_v);
-  NextKeys next = keys_after(s, h, t, walk, end);
-  const int next_begin = next.column;
+  NextKeys next = keys_of(s, h, walk);
   for (int k = 0; k < t.n_heads; k++) {
     const HeadRows rows{t.head + k, k * t.head_rows, t.head_rows};
     if (h.any_v_integer) stage_v_scales(s, c, h, w, n, rows.head);
@@ -88,7 +85,7 @@ inline void attend_split(const Step& s, const AttendCall& c, const Shape& h, con
     if (h.any_v_integer) mix_by_integers(s, c, h, w, n, rows, width, mix);
     mix_others(s, c, h, w, n, rows, width, mix);
   }
-  walk.asked_columns = next.column - next_begin;
+  walk.asked_columns = next.column - walk.begin;
   if (!turbo) return;
   for (int r = 0; r < t.n_rows; r++) {
     float *turned = w.mix_turbo + int64_t(r) * h.padded_v, *mix = out.mix + int64_t(r) * h.padded_v;

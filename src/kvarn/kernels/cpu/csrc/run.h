@@ -13,7 +13,7 @@ struct Job {
   int* open_splits;  // [n_tiles]: splits not yet done
   float* partials;
   int64_t partial_floats;  // of one split
-  int n_tiles, next_tile;
+  int n_tiles, n_splits, next;  // next: of the tiles or splits, the first that nobody has taken
 };
 
 // KV heads that go together for n_tokens query tokens of one sequence.
@@ -82,9 +82,10 @@ inline void run_tile(const Job& j, const Tile& t, Walk& walk) {
   if (length == 0) clear(j.shape, t.n_rows, total);
   for (int begin = 0; begin < length; begin += j.shape.columns) {
     const int end = imin(begin + j.shape.columns, length);
+    walk.tile = &t, walk.begin = end;
     if (end == length) {
-      const int after = __atomic_load_n(&j.next_tile, __ATOMIC_RELAXED);
-      walk.after = after < j.n_tiles ? j.tiles + after : nullptr;
+      const int after = __atomic_load_n(&j.next, __ATOMIC_RELAXED);
+      walk.tile = after < j.n_tiles ? j.tiles + after : nullptr, walk.begin = 0;
     }
     attend_split(*j.step, *j.call, j.shape, t, w, begin, end, walk, begin == 0 ? total : part);
     if (begin > 0) merge(j.shape, t.n_rows, total, part);
@@ -95,32 +96,56 @@ inline void run_tile(const Job& j, const Tile& t, Walk& walk) {
 // Tile after tile, as long as there are any. While one ends, the keys of the one that is probably next are asked for.
 inline void run_tiles(int, void* context) {
   Job& j = *static_cast<Job*>(context);
-  Walk walk{true, nullptr, 0};
+  Walk walk{nullptr, 0, 0};
   for (;;) {
-    const int i = __atomic_fetch_add(&j.next_tile, 1, __ATOMIC_RELAXED);
+    const int i = __atomic_fetch_add(&j.next, 1, __ATOMIC_RELAXED);
     if (i >= j.n_tiles) return;
-    if (walk.after != j.tiles + i) walk.asked_columns = 0;
-    walk.after = nullptr;
+    if (walk.tile != j.tiles + i) walk.asked_columns = 0;
     run_tile(j, j.tiles[i], walk);
   }
 }
 
-// One split of one tile; whoever finishes a tile's last split merges them all, in their order.
-inline void run_split(int item, void* context) {
-  const Job& j = *static_cast<Job*>(context);
+struct Split {
+  const Tile* tile;  // null: there is none
+  int index, begin;  // of the tile; its first column
+};
+INLINE Split split_at(const Job& j, int item) {
+  if (item >= j.n_splits) return {nullptr, 0, 0};
   int index = 0;
   while (j.first_split[index + 1] <= item) index++;
-  const Tile& t = j.tiles[index];
+  return {j.tiles + index, index, (item - j.first_split[index]) * j.shape.columns};
+}
+
+// One split of one tile; whoever finishes a tile's last split merges them all, in their order.
+inline void run_split(const Job& j, int item, const Split& split, Walk& walk) {
+  const Tile& t = *split.tile;
   thread_scratch.reset(work_bytes(*j.step, j.shape));
   Work w = take_work(thread_scratch, *j.step, j.shape);
   stage_queries(*j.step, *j.call, j.shape, t, w);
-  int length = j.step->table.length[t.row], begin = (item - j.first_split[index]) * j.shape.columns;
-  Walk walk{false, nullptr, 0};
-  attend_split(*j.step, *j.call, j.shape, t, w, begin, imin(begin + j.shape.columns, length), walk, partial_at(j, item));
-  if (__atomic_sub_fetch(j.open_splits + index, 1, __ATOMIC_ACQ_REL) > 0) return;
-  const Partial total = partial_at(j, j.first_split[index]);
-  for (int i = j.first_split[index] + 1; i < j.first_split[index + 1]; i++) merge(j.shape, t.n_rows, total, partial_at(j, i));
+  const int end = imin(split.begin + j.shape.columns, j.step->table.length[t.row]);
+  attend_split(*j.step, *j.call, j.shape, t, w, split.begin, end, walk, partial_at(j, item));
+  if (__atomic_sub_fetch(j.open_splits + split.index, 1, __ATOMIC_ACQ_REL) > 0) return;
+  const Partial total = partial_at(j, j.first_split[split.index]);
+  for (int i = j.first_split[split.index] + 1; i < j.first_split[split.index + 1]; i++) merge(j.shape, t.n_rows, total, partial_at(j, i));
   finish(*j.step, *j.call, j.shape, t, total);
+}
+
+// Split after split. Each thread takes its next one before it works at one, so that it can ask for its keys; but for the last
+// ones, which go to whoever is free.
+inline void run_splits(int, void* context) {
+  Job& j = *static_cast<Job*>(context);
+  Walk walk{nullptr, 0, 0};
+  auto take = [&] { return __atomic_fetch_add(&j.next, 1, __ATOMIC_RELAXED); };
+  for (int item = take(); item < j.n_splits;) {
+    const Split split = split_at(j, item);
+    const bool early = item + 2 * j.step->n_threads < j.n_splits;
+    const int next = early ? take() : j.n_splits;
+    const Split then = split_at(j, next);
+    walk.tile = then.tile, walk.begin = then.begin;
+    run_split(j, item, split, walk);
+    item = early ? next : take();
+    if (!early) walk.asked_columns = 0;
+  }
 }
 
 // Tiles of long sequences are split over threads unless there are enough of them to share. The sums are the same either way.
@@ -155,7 +180,8 @@ inline void run_attend(const Step& s, const AttendCall& c) {
     j.open_splits[i] = imax(1, count_splits(s, j.shape, j.tiles[i]));
     j.first_split[i + 1] = j.first_split[i] + j.open_splits[i];
   }
-  parallel_for(n_items, s.n_threads, run_split, &j);
+  j.n_splits = n_items;
+  parallel_for(s.n_threads, s.n_threads, run_splits, &j);
 }
 
 }  // namespace

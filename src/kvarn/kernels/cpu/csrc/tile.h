@@ -114,12 +114,11 @@ struct Tile {
   int first_position, last_position;
 };
 
-// How far a thread has asked for keys beyond the split it works at: it goes through a tile's splits in order, and then
-// probably takes the tile `after`.
+// What a thread probably works at next, so that it asks for its keys, and how far it has asked.
 struct Walk {
-  bool on;
-  const Tile* after;
-  int asked_columns;  // of the next split, all heads of the tile
+  const Tile* tile;  // null: nothing
+  int begin;         // first column of its split
+  int asked_columns;  // all heads of the tile
 };
 
 struct Row {  // what a row of a tile stands for
