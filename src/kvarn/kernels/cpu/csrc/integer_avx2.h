@@ -169,21 +169,13 @@ void mix_stripes(const Stripes& v, int channel, int rows, float* mix, int64_t ld
   }
 }
 
-// Weights of a row's stripes, x [offset[t]], as 16 bits each, 32767 for the largest of them: out int16 [n][kStripe]. Returns what 1
-// stands for, a NaN where one of them is none.
-INLINE float code_weights(const float* x, const int* offset, int n, uint8_t* out) {
-  vf most{}, more{}, sum{};  // a NaN or an infinity stays in the sum; no maximum shows a NaN
-  for (int t = 0; t < n; t++)
-    for (int j = 0; j < kStripe; j += 2 * W) {
-      const vf a = load<vf>(x + offset[t] + j), b = load<vf>(x + offset[t] + j + W);
-      most = vmax(a, most), more = vmax(b, more);
-      sum += a + b;
-    }
-  const float top = hmax(vmax(most, more)), ratio = top > 0.0f ? 32767.0f / top : 0.0f;
+// Weights of a row's stripes, x [offset[t]], as 16 bits each, kTopWeight for `top`, the largest of them: out int16 [n][kStripe].
+constexpr float kTopWeight = 32767.0f;
+INLINE void code_weights(const float* x, const int* offset, int n, float top, uint8_t* out) {
+  const float ratio = top > 0.0f ? kTopWeight / top : 0.0f;
   for (int t = 0; t < n; t++)
     for (int j = 0; j < kStripe; j += 2 * W, out += 4 * W)
       store(out, sixteen_codes(load<vf>(x + offset[t] + j) * ratio, load<vf>(x + offset[t] + j + W) * ratio));
-  return top * (1.0f / 32767.0f) + 0.0f * hsum(sum);
 }
 
 }  // namespace

@@ -103,23 +103,17 @@ void mix_stripes(const Stripes& v, int channel, int rows, float* mix, int64_t ld
   }
 }
 
-// Weights of a row's stripes, x [offset[t]], as two bytes each of 65535 for the largest of them, the high ones first: out
-// [n][2][kStripe]. Returns what 1 stands for, a NaN where one of them is none.
-INLINE float code_weights(const float* x, const int* offset, int n, uint8_t* out) {
-  vf most{}, more{}, odd{};  // odd: zeros, or a NaN, which no maximum shows
-  for (int t = 0; t < n; t++) {
-    const vf a = load<vf>(x + offset[t]), b = load<vf>(x + offset[t] + W);
-    most = vmax(a, most), more = vmax(b, more);
-    odd = fma(a, vf{}, fma(b, vf{}, odd));
-  }
-  const float top = hmax(vmax(most, more)), ratio = top > 0.0f ? 65535.0f / top : 0.0f;
+// Weights of a row's stripes, x [offset[t]], as two bytes each, kTopWeight for `top`, the largest of them; the high ones first: out
+// [n][2][kStripe].
+constexpr float kTopWeight = 65535.0f;
+INLINE void code_weights(const float* x, const int* offset, int n, float top, uint8_t* out) {
+  const float ratio = top > 0.0f ? kTopWeight / top : 0.0f;
   const __m512i pick = vector_of(kHighLow);
   for (int t = 0; t < n; t++, out += 2 * kStripe) {
     __m512i a = _mm512_cvtps_epi32((__m512)(load<vf>(x + offset[t]) * ratio));
     __m512i b = _mm512_cvtps_epi32((__m512)(load<vf>(x + offset[t] + W) * ratio));
     _mm512_storeu_si512(out, _mm512_permutex2var_epi8(a, pick, b));
   }
-  return top * (1.0f / 65535.0f) + hsum(odd);
 }
 
 }  // namespace

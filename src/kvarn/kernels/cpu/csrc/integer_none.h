@@ -12,7 +12,8 @@ INLINE bool v_has_integers(int) { return false; }
 
 INLINE float int8_query(const float*, int, float, int8_t*, int32_t*) { return 0.0f; }
 INLINE float packed_query(const float*, const float*, int, float, int8_t*) { return 0.0f; }
-INLINE float code_weights(const float*, const int*, int, uint8_t*) { return 0.0f; }
+constexpr float kTopWeight = 1.0f;
+INLINE void code_weights(const float*, const int*, int, float, uint8_t*) {}
 template <int C>
 void score_stripe(const uint8_t*, int64_t, int, const Queries&, int, const uint16_t*, float*, int64_t, Ahead) {}
 template <int C>

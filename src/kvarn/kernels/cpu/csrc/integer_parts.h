@@ -33,4 +33,20 @@ INLINE float top_magnitude(const float* x, int n) {
   return bits_float(uint32_t(hmax_i(most)));
 }
 
+// Of a row's weights in the stripes of a split: the largest, and their sum, in which a NaN or an infinity stays: a maximum does not
+// show a NaN.
+struct Peak {
+  float top, sum;
+};
+INLINE Peak peak_of(const float* x, const int* offset, int n) {
+  vf most{}, more{}, sum{};
+  for (int t = 0; t < n; t++)
+    for (int j = 0; j < kStripe; j += 2 * W) {
+      const vf a = load<vf>(x + offset[t] + j), b = load<vf>(x + offset[t] + j + W);
+      most = vmax(a, most), more = vmax(b, more);
+      sum += a + b;
+    }
+  return {hmax(vmax(most, more)), hsum(sum)};
+}
+
 }  // namespace

@@ -32,46 +32,59 @@ INLINE void tile(const uint8_t* m, int64_t row_stride, int column, const float* 
     for (int v = 0; v < V; v++) store(c + r * ldc + v * W, sum[r][v]);
 }
 
+// A product of float weights with rows of M, and memory to ask for meanwhile.
+struct RowPart {
+  const uint8_t* m;
+  const float* a;
+  Ahead ahead;
+};
+
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Lanes of two vectors side by side. VPERM2F128 would be one instruction, and eight operations on Zen 1.
 INLINE __m256 low_lanes(__m256 a, __m256 b) { return _mm256_insertf128_ps(a, _mm256_castps256_ps128(b), 1); }
 INLINE __m256 high_lanes(__m256 a, __m256 b) { return _mm256_insertf128_ps(b, _mm256_extractf128_ps(a, 1), 0); }
 
 // bfloat16 without widening by shuffles: of two neighbours in 32 bits the even column is the low half moved up, the odd one
-// the high half. Sums of even and odd columns stay apart until the end. V: vectors of 16 columns, so that one row, or few,
-// use a whole line of memory at once.
-template <int R, int V>
-INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const float* a, int64_t lda, int n, float* c,
-                      int64_t ldc, bool add, Ahead ahead) {
+// the high half. Sums of even and odd columns stay apart until the end of all parts. V: vectors of 16 columns, so that one row, or
+// few, use a whole line of memory at once. kSplit: M's columns stand in the order 0 to 7, 16 to 23, 8 to 15, 24 to 31.
+template <int R, int V, bool kSplit = false>
+INLINE void tile_bf16(const RowPart* parts, int n_parts, int64_t row_stride, int column, int64_t first_row, int64_t lda, int n, float* c,
+                      int64_t ldc, bool add, bool asking) {
   const vu high = (vu)_mm256_set1_epi32(int(0xffff0000u));
+  constexpr int next = kSplit ? 8 : 16, apart = kSplit ? 16 : 8;  // in C: from a vector of 16 columns to the next; of its halves
   vf even[R][V], odd[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) {
       even[r][v] = odd[r][v] = vf{};
       if (!add) continue;
-      const __m256 x = _mm256_loadu_ps(c + r * ldc + 16 * v), y = _mm256_loadu_ps(c + r * ldc + 16 * v + 8);
+      const __m256 x = _mm256_loadu_ps(c + r * ldc + next * v), y = _mm256_loadu_ps(c + r * ldc + next * v + apart);
       const __m256 low = low_lanes(x, y), top = high_lanes(x, y);
       even[r][v] = (vf)_mm256_shuffle_ps(low, top, 0x88), odd[r][v] = (vf)_mm256_shuffle_ps(low, top, 0xdd);
     }
-  m += 2 * column;
-  for (int k = 0; k < n; k++, m += row_stride) {
-    vf p[V], q[V];
-    ask<kPlainLines>(ahead);
-    for (int v = 0; v < V; v++) {
-      const vu both = load<vu>(m + 32 * v);
-      p[v] = (vf)(both << 16), q[v] = (vf)(both & high);
-    }
-    for (int r = 0; r < R; r++) {
-      const vf w = splat(a[r * lda + k]);
-      for (int v = 0; v < V; v++) even[r][v] = fma(w, p[v], even[r][v]), odd[r][v] = fma(w, q[v], odd[r][v]);
+  for (int i = 0; i < n_parts; i++) {
+    const uint8_t* m = parts[i].m + 2 * column;
+    const float* a = parts[i].a + first_row * lda;
+    Ahead ahead = asking ? parts[i].ahead : Ahead{m, 0};
+    ahead.at += column / 32 * n * ahead.step;
+    for (int k = 0; k < n; k++, m += row_stride) {
+      vf p[V], q[V];
+      ask<kPlainLines>(ahead);
+      for (int v = 0; v < V; v++) {
+        const vu both = load<vu>(m + 32 * v);
+        p[v] = (vf)(both << 16), q[v] = (vf)(both & high);
+      }
+      for (int r = 0; r < R; r++) {
+        const vf w = splat(a[r * lda + k]);
+        for (int v = 0; v < V; v++) even[r][v] = fma(w, p[v], even[r][v]), odd[r][v] = fma(w, q[v], odd[r][v]);
+      }
     }
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) {
       const __m256 low = _mm256_unpacklo_ps((__m256)even[r][v], (__m256)odd[r][v]);
       const __m256 top = _mm256_unpackhi_ps((__m256)even[r][v], (__m256)odd[r][v]);
-      _mm256_storeu_ps(c + r * ldc + 16 * v, low_lanes(low, top));
-      _mm256_storeu_ps(c + r * ldc + 16 * v + 8, high_lanes(low, top));
+      _mm256_storeu_ps(c + r * ldc + next * v, low_lanes(low, top));
+      _mm256_storeu_ps(c + r * ldc + next * v + apart, high_lanes(low, top));
     }
 }
 #endif
@@ -89,6 +102,21 @@ INLINE void tile_bf16(const uint8_t* m, int64_t row_stride, int column, const fl
   }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
+// C (+)= the sum over parts of A * M in bfloat16, rows of `columns` numbers, a multiple of 16. Up to three rows take lines at once.
+inline void matmul_bf16(const RowPart* parts, int n_parts, int64_t row_stride, int columns, int64_t lda, int rows, int n, float* c, int64_t ldc,
+                        bool add) {
+  int col = 0;
+#define KVARN_TILE(R) \
+  tile_bf16<R, (R <= 3 ? V : 1)>(parts, n_parts, row_stride, col, r0, lda, n, c + r0 * ldc + col, ldc, add, r0 == 0 && col % 32 == 0)
+  if (rows <= 3) {
+    constexpr int V = 2;
+    for (; col + 4 * W <= columns; col += 4 * W) { KVARN_ROWS(rows, KVARN_TILE) }
+  }
+  constexpr int V = 1;
+  for (; col < columns; col += 2 * W) { KVARN_ROWS(rows, KVARN_TILE) }
+#undef KVARN_TILE
+}
+
 template <int C>
 void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float* a, int64_t lda, int rows, int n, float* c, int64_t ldc,
                   bool add, Ahead ahead);
@@ -103,9 +131,26 @@ void matmul_staged(const uint8_t* m, int64_t row_stride, int columns, const floa
     for (int k = 0; k < n; k += kSome) {
       const int some = imin(kSome, n - k);
       stage_stripe<C>(m + k * row_stride, row_stride, some, stripe, ahead);
-      matmul_codec<S>(stripe, row_bytes(S, 32), 32, a + k, lda, rows, some, c, ldc, add || k > 0, Ahead{stripe, 0});
+      const RowPart part{stripe, a + k, Ahead{stripe, 0}};
+      if constexpr (S == kF32) {
+        matmul_codec<kF32>(stripe, 128, 32, a + k, lda, rows, some, c, ldc, add || k > 0, part.ahead);
+      } else if (rows <= 3) {
+#define KVARN_TILE(R) \
+  tile_bf16<R, (R <= 3 ? 2 : 1), true>(&part, 1, 64, 0, r0, lda, some, c + r0 * ldc, ldc, add || k > 0, true)
+        KVARN_ROWS(rows, KVARN_TILE)
+#undef KVARN_TILE
+      } else {
+#define KVARN_TILE(R) \
+  tile_bf16<R, 1, true>(&part, 1, 64, 16 * v, r0, lda, some, c + r0 * ldc + 8 * v, ldc, add || k > 0, true)
+        for (int v = 0; v < 2; v++) { KVARN_ROWS(rows, KVARN_TILE) }
+#undef KVARN_TILE
+      }
     }
 }
+INLINE bool takes_parts(int codec, int columns, int rows) { return codec == kBF16 && columns % (2 * W) == 0 && rows <= 3; }
+#else
+INLINE bool takes_parts(int, int, int) { return false; }
+inline void matmul_bf16(const RowPart*, int, int64_t, int, int64_t, int, int, float*, int64_t, bool) {}
 #endif
 
 template <int C>
@@ -115,22 +160,14 @@ void matmul_codec(const uint8_t* m, int64_t row_stride, int columns, const float
   // The first rows ask, for whole stripes of columns.
   auto asked = [&](int r0) { return r0 == 0 && col % 32 == 0 ? Ahead{ahead.at + col / 32 * n * ahead.step, ahead.step} : Ahead{m, 0}; };
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  if constexpr (C > kBF16)
+  if constexpr (C != kF32)
     if (columns % 32 == 0 && (C >= kAffine4 || rows > 3))
       return matmul_staged<C>(m, row_stride, columns, a, lda, rows, n, c, ldc, add, ahead);
-  // Up to three rows take four vectors at once.
   if constexpr (C == kBF16) {
-#define KVARN_TILE(R) \
-  tile_bf16<R, (R <= 3 ? V : 1)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add, asked(r0))
-    if (rows <= 3) {
-      constexpr int V = 2;
-      for (; col + 4 * W <= columns; col += 4 * W) { KVARN_ROWS(rows, KVARN_TILE) }
-    }
-    constexpr int V = 1;
-    for (; col < columns; col += 2 * W) { KVARN_ROWS(rows, KVARN_TILE) }
-#undef KVARN_TILE
-    return;
+    const RowPart part{m, a, ahead};
+    return matmul_bf16(&part, 1, row_stride, columns, lda, rows, n, c, ldc, add);
   }
+  // Up to three rows take four vectors at once.
 #define KVARN_TILE(R) \
   tile<C, R, (R <= 3 ? 4 : 2)>(m, row_stride, col, a + r0 * lda, lda, n, c + r0 * ldc + col, ldc, add, asked(r0))
   if (rows <= 3)

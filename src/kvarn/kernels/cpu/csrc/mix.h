@@ -60,20 +60,23 @@ inline void mix_zero(const float* p, int64_t width, int rows, int block, const f
   }
 }
 
-// The weights of one row's stripes times the scales of group g (`first`: where those of a block begin) into w.products; their
-// sum with the zero points is added to the group's n channels. Scales and zero points of slots that hold nothing are 0.
-INLINE void scale_stripes(const float* p, const Work& w, int n_stripes, int first, float* mix, int n) {
-  vf lanes{};
+// The weights of one row's stripes times the scales of group g (`first`: where those of a block begin) into w.products, whose peak
+// is returned; the weights' sum with the zero points is added to the group's n channels. Scales and zero points of slots that hold
+// nothing are 0.
+INLINE Peak scale_stripes(const float* p, const Work& w, int n_stripes, int first, float* mix, int n) {
+  vf zeros{}, most{}, all{};
   for (int t = 0; t < n_stripes; t++) {
     const float *scale = w.v_scale + w.stripe_scale[t] + first, *zero = w.v_zero + w.stripe_scale[t] + first;
     for (int j = 0; j < kStripe; j += W) {
-      const vf weight = load<vf>(p + w.stripe_offset[t] + j);
-      lanes = fma(weight, load<vf>(zero + j), lanes);
-      store(w.products + w.stripe_offset[t] + j, weight * load<vf>(scale + j));
+      const vf weight = load<vf>(p + w.stripe_offset[t] + j), product = weight * load<vf>(scale + j);
+      zeros = fma(weight, load<vf>(zero + j), zeros);
+      most = vmax(product, most), all += product;
+      store(w.products + w.stripe_offset[t] + j, product);
     }
   }
-  const vf sum = splat(hsum(lanes));
+  const vf sum = splat(hsum(zeros));
   for (int i = 0; i < n; i += W) store(mix + i, load<vf>(mix + i) + sum);
+  return {hmax(most), hsum(all)};
 }
 
 INLINE int scale_groups(const Step& s, const Side& v) { return is_affine(v.codec) ? s.v_dim / v.group : 1; }
@@ -125,11 +128,15 @@ inline void mix_pool(const Step& s, const AttendCall& c, const Shape& h, const W
     for (int r = 0; r < rows.n; r++) {
       const float* x = p + r * width;
       uint8_t* out = w.weights + int64_t(r) * v.n * 2 * kStripe;
+      Peak peak;
       if (affine) {
-        scale_stripes(x, w, v.n, g * h.block, mix + int64_t(r) * h.padded_v + g * group, group);
+        peak = scale_stripes(x, w, v.n, g * h.block, mix + int64_t(r) * h.padded_v + g * group, group);
         x = w.products;
+      } else {
+        peak = peak_of(x, w.stripe_offset, v.n);
       }
-      w.factor[r] = code_weights(x, w.stripe_offset, v.n, out);
+      code_weights(x, w.stripe_offset, v.n, peak.top, out);
+      w.factor[r] = peak.top * (1.0f / kTopWeight) + 0.0f * peak.sum;
     }
     for (int i = g * group; i < (g + 1) * group; i += span) mix_codec(side.codec, v, i, rows.n, mix, h.padded_v, i == 0);
   }
@@ -221,17 +228,31 @@ inline void mix_dots(const Step& s, const AttendCall& c, const Shape& h, const W
   product(w.parts, end - begin, s.v_dim, width / 2, rows.n, h.block / 2, mix, h.padded_v, true);
 }
 
+// The same for floats that a product over several parts takes.
+inline void mix_parts(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const HeadRows& rows, int begin, int end,
+                      int64_t width, float* mix) {
+  for (int i = begin; i < end; i++) {
+    const Column& col = w.columns[i];
+    const uint8_t* v = v_rows(s, h, w, col, at(col.pool->v.part[0], col.block, c.layer, rows.head), i - begin);
+    w.row_parts[i - begin] = {v, w.scores + rows.first * width + int64_t(i) * h.padded_block, w.ahead[i]};
+  }
+  matmul_bf16(w.row_parts, end - begin, row_bytes(kBF16, s.v_dim), s.v_dim, width, rows.n, h.block, mix, h.padded_v, true);
+}
+
 // The same for all visited blocks whose values are not mixed by integers, in their order.
 inline void mix_others(const Step& s, const AttendCall& c, const Shape& h, const Work& w, int n, const HeadRows& rows, int64_t width,
                        float* mix) {
   for (int i = 0, end; i < n; i = end) {
     const Column& col = w.columns[i];
     end = i + 1;
-    if (col.v_way == kPlain)
+    const int codec = col.pool->v.codec;
+    const bool parts = col.v_way == kPlain && takes_parts(codec, s.v_dim, rows.n);
+    if (col.v_way == kPlain && !parts)
       mix_by_floats(s, c, h, w, col, rows, w.scores + rows.first * width + int64_t(i) * h.padded_block, width, mix, w.ahead[i]);
-    if (col.v_way != kDot) continue;
-    while (end < n && w.columns[end].v_way == kDot && w.columns[end].pool->v.codec == col.pool->v.codec) end++;
-    mix_dots(s, c, h, w, rows, i, end, width, mix);
+    if (col.v_way != kDot && !parts) continue;
+    while (end < n && w.columns[end].v_way == col.v_way && w.columns[end].pool->v.codec == codec) end++;
+    if (parts) mix_parts(s, c, h, w, rows, i, end, width, mix);
+    else mix_dots(s, c, h, w, rows, i, end, width, mix);
   }
 }
 

@@ -45,7 +45,8 @@ INLINE void store_lanes(void* low, void* high, __m256i x) {
   _mm_storeu_si128(static_cast<__m128i*>(high), _mm256_extracti128_si256(x, 1));
 }
 
-// n rows of a stripe as the numbers of staged(C), out [n][32], asking for a line a row. Small whole numbers are bfloat16.
+// n rows of a stripe as the numbers of staged(C), out [n][32], asking for a line a row. Small whole numbers are bfloat16, in the
+// order of split columns: 0 to 7, 16 to 23, 8 to 15, 24 to 31.
 constexpr int staged(int codec) { return codec >= kAffine4 && codec < kTurbo4 ? kBF16 : kF32; }
 template <int C>
 INLINE void stage_stripe(const uint8_t* m, int64_t row_stride, int n, uint8_t* out, Ahead& ahead) {
@@ -63,7 +64,7 @@ INLINE void stage_stripe(const uint8_t* m, int64_t row_stride, int n, uint8_t* o
     const __m256i c = _mm256_shuffle_epi8(third, codes), d = _mm256_shuffle_epi8(fourth, codes);
     const __m256i high = _mm256_unpacklo_epi8(c, d), high2 = _mm256_unpackhi_epi8(c, d);  // columns 0 to 7 and 16 to 23; the others
     if constexpr (staged(C) == kBF16) {
-      store_lanes(out, out + 32, high), store_lanes(out + 16, out + 48, high2);
+      store(out, high), store(out + 32, high2);
     } else {
       const __m256i a = _mm256_shuffle_epi8(first, codes), b = _mm256_shuffle_epi8(second, codes);
       const __m256i low = _mm256_unpacklo_epi8(a, b), low2 = _mm256_unpackhi_epi8(a, b);

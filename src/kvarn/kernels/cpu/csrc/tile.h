@@ -144,6 +144,7 @@ struct Work {  // scratch of one tile; what belongs to queries is [rows][...]
   int *stripe_offset, *stripe_scale;  // where its tokens' scores stand in a row, and their scales in v_scale
   Ahead *stripe_ahead, *ahead;  // what to ask for beside a stripe; beside a visited block of one head
   DotPart* parts;
+  RowPart* row_parts;
   Column* columns;
 };
 
@@ -186,6 +187,7 @@ INLINE Work lay_out(Take take, const Step& s, const Shape& h) {
   w.stripe_ahead = take(Ahead{}, stripes);
   w.ahead = take(Ahead{}, h.columns);
   w.parts = take(DotPart{}, h.columns);
+  w.row_parts = take(RowPart{}, h.columns);
   w.columns = take(Column{}, h.columns);
   return w;
 }
