@@ -8,11 +8,7 @@
 
 namespace {
 
-constexpr int kScoreLines = 2;  // lines asked for beside four channels of keys,
-constexpr int kMixLines = 2;    // beside four tokens of values,
-constexpr int kExpLines = 2;    // and beside a vector of softmax weights, of the first kExpRows rows of a head:
-constexpr int kExpRows = 3;     // about what int8 blocks of 64 channels need, evenly over the time that they take
-
+constexpr int kMixLines = 2;
 constexpr int kLongestBlock = 256;  // 2^15 of a weight times 15 * 16 times so many tokens fit 31 bits
 INLINE bool k_has_integers(int codec) { return codec == kInt8; }
 INLINE bool v_has_integers(int codec) { return codec == kInt8 || codec == kAffine4; }

@@ -4,8 +4,7 @@
 
 namespace {
 
-constexpr int kScoreLines = 0, kMixLines = 0, kExpLines = 0, kExpRows = 0;
-
+constexpr int kMixLines = 0;
 constexpr int kLongestBlock = 0;
 INLINE bool k_has_integers(int) { return false; }
 INLINE bool v_has_integers(int) { return false; }

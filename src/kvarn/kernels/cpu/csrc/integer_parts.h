@@ -7,6 +7,10 @@ namespace {
 constexpr int kStripe = 32;   // tokens that one product takes
 constexpr int kWidest = 256;  // channels of a head
 
+// Lines asked for beside four channels of keys, and beside a vector of softmax weights, of the first kExpRows rows of a head; with
+// kMixLines beside four tokens of values about what int8 blocks of 64 channels need, evenly over the time that they take.
+constexpr int kScoreLines = 2, kExpLines = 2, kExpRows = 3;
+
 struct Queries {         // rows of one head, as integers
   const int8_t* digits;  // 4 bytes a channel; how they are used is each instruction set's own matter
   const int32_t* shift;  // [rows]: what is taken off a row's sums of int8 keys

@@ -6,11 +6,7 @@
 
 namespace {
 
-constexpr int kScoreLines = 2;  // lines asked for beside four channels of keys,
-constexpr int kMixLines = 3;    // beside four tokens of values,
-constexpr int kExpLines = 2;    // and beside a vector of softmax weights, of the first kExpRows rows of a head:
-constexpr int kExpRows = 3;     // about what int8 blocks of 64 channels need, evenly over the time that they take
-
+constexpr int kMixLines = 3;
 constexpr int kLongestBlock = 1 << 15;  // weights' digits of 255 times 127 times so many tokens fit 31 bits
 INLINE bool k_has_integers(int codec) { return codec == kInt8 || is_affine(codec); }
 INLINE bool v_has_integers(int codec) { return codec == kInt8 || is_affine(codec); }
