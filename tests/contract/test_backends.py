@@ -131,6 +131,22 @@ def test_a_long_sequence_and_many_pools(backend: Backend) -> None:
 
 
 @each_backend
+@pytest.mark.parametrize(
+    "heads", [Heads(1, 3, 256, 64, 32), Heads(1, 1, 64, 64, 256), Heads(1, 1, 64, 64, 512)], ids=str
+)
+@pytest.mark.parametrize("fmt", ["int8", "int4", "int3", "int2"])
+def test_the_largest_sums_of_integers_fit(backend: Backend, heads: Heads, fmt: str) -> None:
+    """Nearly all codes are the largest, and so is what they meet: equal weights, queries of one number."""
+    bag = make_bag(heads, (512,), (1,))
+    k, v = bag.source.k[0], bag.source.v[0]
+    k[bag.blocks], v[bag.blocks] = 1.0, 1.0
+    k[..., 0], v[..., ::32] = -1.0, -1.0
+    for number in (0.0, 1.9921875):
+        q = torch.full((1, heads.group, heads.k_dim), number, dtype=torch.bfloat16)
+        check_attend(backend, bag, bag.table, (sealed(bag, fmt),), q, plain_params(bag))
+
+
+@each_backend
 def test_an_empty_bag_gives_zeros(backend: Backend) -> None:
     bag = make_bag(HEADS[0], (5,), (3,))
     nothing = TableView(bag.table.pool, bag.table.block, torch.zeros(1, dtype=torch.int32), bag.table.first_row, 0, 0)
