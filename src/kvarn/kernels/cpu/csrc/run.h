@@ -106,24 +106,24 @@ inline void run_tiles(int, void* context) {
 }
 
 struct Split {
-  const Tile* tile;  // null: there is none
-  int index, begin;  // of the tile; its first column
+  const Tile* tile;         // null: there is none
+  int item, index, begin;  // its number, its tile's, its first column
 };
 INLINE Split split_at(const Job& j, int item) {
-  if (item >= j.n_splits) return {nullptr, 0, 0};
+  if (item >= j.n_splits) return {nullptr, 0, 0, 0};
   int index = 0;
   while (j.first_split[index + 1] <= item) index++;
-  return {j.tiles + index, index, (item - j.first_split[index]) * j.shape.columns};
+  return {j.tiles + index, item, index, (item - j.first_split[index]) * j.shape.columns};
 }
 
 // One split of one tile; whoever finishes a tile's last split merges them all, in their order.
-inline void run_split(const Job& j, int item, const Split& split, Walk& walk) {
+inline void run_split(const Job& j, const Split& split, Walk& walk) {
   const Tile& t = *split.tile;
   thread_scratch.reset(work_bytes(*j.step, j.shape));
   Work w = take_work(thread_scratch, *j.step, j.shape);
   stage_queries(*j.step, *j.call, j.shape, t, w);
   const int end = imin(split.begin + j.shape.columns, j.step->table.length[t.row]);
-  attend_split(*j.step, *j.call, j.shape, t, w, split.begin, end, walk, partial_at(j, item));
+  attend_split(*j.step, *j.call, j.shape, t, w, split.begin, end, walk, partial_at(j, split.item));
   if (__atomic_sub_fetch(j.open_splits + split.index, 1, __ATOMIC_ACQ_REL) > 0) return;
   const Partial total = partial_at(j, j.first_split[split.index]);
   for (int i = j.first_split[split.index] + 1; i < j.first_split[split.index + 1]; i++) merge(j.shape, t.n_rows, total, partial_at(j, i));
@@ -135,16 +135,14 @@ inline void run_split(const Job& j, int item, const Split& split, Walk& walk) {
 inline void run_splits(int, void* context) {
   Job& j = *static_cast<Job*>(context);
   Walk walk{nullptr, 0, 0};
-  auto take = [&] { return __atomic_fetch_add(&j.next, 1, __ATOMIC_RELAXED); };
-  for (int item = take(); item < j.n_splits;) {
-    const Split split = split_at(j, item);
-    const bool early = item + 2 * j.step->n_threads < j.n_splits;
-    const int next = early ? take() : j.n_splits;
-    const Split then = split_at(j, next);
+  auto take = [&] { return split_at(j, __atomic_fetch_add(&j.next, 1, __ATOMIC_RELAXED)); };
+  for (Split split = take(); split.tile != nullptr;) {
+    const bool early = split.item + 2 * j.step->n_threads < j.n_splits;
+    Split then = early ? take() : Split{nullptr, 0, 0, 0};
     walk.tile = then.tile, walk.begin = then.begin;
-    run_split(j, item, split, walk);
-    item = early ? next : take();
-    if (!early) walk.asked_columns = 0;
+    run_split(j, split, walk);
+    if (!early) then = take(), walk.asked_columns = 0;
+    split = then;
   }
 }
 

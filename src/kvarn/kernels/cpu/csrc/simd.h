@@ -357,6 +357,11 @@ struct Ahead {
   const uint8_t* at;  // never null: where there is nothing to ask for, something at hand, and step 0
   int64_t step;
 };
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kPlainLines = 1;  // beside a product of floats: for each row of its matrix and 32 columns
+#else
+constexpr int kPlainLines = 0;
+#endif
 template <int kLines>
 INLINE void ask(Ahead& a) {
 #pragma GCC unroll 4

@@ -6,12 +6,6 @@
 namespace {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kPlainLines = 1;  // asked for beside a row of M and 32 columns
-#else
-constexpr int kPlainLines = 0;
-#endif
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
 
 constexpr float kCounts[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
