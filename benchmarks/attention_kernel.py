@@ -27,11 +27,14 @@ PROBE_BYTES = 256 << 20
 def pool_of(name: str, n_blocks: int, layers: int, heads: int, dim: int, block_size: int) -> PoolView:
     """A pool of n_blocks full blocks with random content, sealed from floats by the backend itself."""
     fmt = parse_kv_format(name)
-    shape = (n_blocks, layers, heads)
     layouts = fmt.k.k_layout(dim, block_size), fmt.v.v_layout(dim, block_size)
-    k, v = (tuple(torch.empty((*shape, *t.shape), dtype=getattr(torch, t.dtype)) for t in side) for side in layouts)
+    by_layer = (layers, n_blocks, heads)  # in memory, as the engine's pools
+    k, v = (
+        tuple(torch.empty((*by_layer, *t.shape), dtype=getattr(torch, t.dtype)).transpose(0, 1) for t in side)
+        for side in layouts
+    )
     for tensor in (*k, *v):
-        ask_for_large_pages(tensor)  # as the engine's pools do
+        ask_for_large_pages(tensor)
     return PoolView(fmt, block_size, k, v, torch.zeros((n_blocks, block_size), dtype=torch.int32))
 
 
@@ -45,10 +48,11 @@ def fill(backend: CpuBackend, pool: PoolView, dim: int, chunk_blocks: int = 64) 
         backend.seal(source, blocks - at, pool, blocks)
 
 
-def operands(pool: PoolView, sequences: int, tokens: int, queries: int) -> tuple[StepRows, TableView]:
-    """Each sequence holds `tokens` tokens in randomly placed blocks; its last `queries` tokens ask."""
+def operands(pool: PoolView, sequences: int, tokens: int, queries: int, in_order: bool) -> tuple[StepRows, TableView]:
+    """Each sequence holds `tokens` tokens, in randomly placed blocks or side by side; its last `queries` tokens ask."""
     columns = tokens // pool.block_size
-    block = torch.randperm(sequences * columns).to(torch.int32).view(sequences, columns)
+    order = torch.arange if in_order else torch.randperm
+    block = order(sequences * columns).to(torch.int32).view(sequences, columns)
     pool.positions[block.long()] = torch.arange(tokens, dtype=torch.int32).view(columns, -1)
     table = TableView(
         torch.zeros_like(block, dtype=torch.uint8),
@@ -84,6 +88,7 @@ def median_s(run: Callable[[], object], repeats: int, threads: int) -> float:
 @click.option("--dim", default=64, show_default=True)
 @click.option("--layers", default=8, show_default=True, help="Layers to cycle through, so that caches do not help.")
 @click.option("--block-size", default=32, show_default=True)
+@click.option("--in-order", is_flag=True, help="Blocks side by side, as a sequence takes them from an empty pool.")
 @click.option("--formats", default="all", show_default=True, help="Names separated by spaces.")
 @click.option("--threads", default=torch.get_num_threads(), show_default=True)
 @click.option("--repeats", default=9, show_default=True)
@@ -98,6 +103,7 @@ def main(
     dim: int,
     layers: int,
     block_size: int,
+    in_order: bool,
     formats: str,
     threads: int,
     repeats: int,
@@ -115,7 +121,7 @@ def main(
     for name in format_names() if formats == "all" else formats.split():
         pool = pool_of(name, sequences * tokens // block_size, layers, kv_heads, dim, block_size)
         fill(backend, pool, dim)
-        rows, table = operands(pool, sequences, tokens, queries)
+        rows, table = operands(pool, sequences, tokens, queries, in_order)
         q = torch.randn(sequences * queries, kv_heads * group, dim).bfloat16()
         step, params = backend.begin_step(rows, table, (pool,)), AttendParams(dim**-0.5)
 

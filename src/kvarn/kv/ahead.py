@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvarn.kernels._pages import PAGE_BYTES, make_present
+from kvarn.kernels._pages import PAGE_BYTES, SMALL_PAGE_BYTES, make_present
 from kvarn.kv.group import CacheGroup
 from kvarn.kv.pool import BlockPool
 
@@ -18,23 +18,35 @@ AHEAD_BYTES = 256 << 20
 
 
 class _Reach:
-    """How far one tensor of a pool is present. size: bytes of a block."""
+    """How far one tensor of a pool is present, in the bytes of each of its layers; these take turns. size: bytes of a block
+    in a layer."""
 
     def __init__(self, pool: BlockPool, tensor: Tensor) -> None:
-        self._pool, self._tensor = pool, tensor
-        self._bytes = tensor.untyped_storage().nbytes()
+        self._pool, self._tensor, self._layers = pool, tensor, tensor.shape[1]
+        self._bytes = tensor.untyped_storage().nbytes() // self._layers
         self._size = self._bytes // max(1, pool.n_blocks)
-        self._present = 0
+        self._present = 0  # in every layer; in those before _next [_begin, _end) too
+        self._begin = self._end = self._next = 0
 
     def lacks(self, ahead_bytes: int) -> int:
         """Bytes to make present until ahead_bytes behind the blocks that were ever taken are."""
-        return min(self._bytes, self._pool.fresh * self._size + ahead_bytes) - self._present
+        wanted = min(self._bytes, self._pool.fresh * self._size + ahead_bytes // self._layers)
+        done, left = max(0, wanted - self._end), max(0, wanted - self._present)
+        return self._next * done + (self._layers - self._next) * left
 
     def go_on(self) -> bool:
         """One page more, behind what was written to anyway. False where the system does not do that."""
-        begin = max(self._present, self._pool.fresh * self._size)
-        self._present = min(self._bytes, begin + PAGE_BYTES)
-        return self._bytes - begin < PAGE_BYTES or make_present(self._tensor, begin, self._present)
+        if self._next == 0:
+            self._begin = max(self._present, self._pool.fresh * self._size)
+            self._end = min(self._bytes, self._begin + PAGE_BYTES)
+        first = self._next * self._bytes
+        begin, end = first + self._begin, first + self._end
+        if self._end < self._bytes:  # up to a boundary of pages: layers begin anywhere in them
+            end = begin + PAGE_BYTES - (self._tensor.data_ptr() + begin) % PAGE_BYTES
+        self._next = (self._next + 1) % self._layers
+        if self._next == 0:
+            self._present = self._end
+        return end - begin < 2 * SMALL_PAGE_BYTES or make_present(self._tensor, begin, end)
 
 
 class BlocksAhead:

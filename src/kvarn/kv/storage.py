@@ -1,4 +1,8 @@
-"""The tensors of the pools: allocated once from the plan, in the layout that the formats declare."""
+"""The tensors of the pools: allocated once from the plan, in the layout that the formats declare.
+
+In memory a layer's blocks stand side by side, layer behind layer: attention goes through one layer at a time, and blocks
+that a sequence took one after the other are then one piece to read (ADR 0014).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,9 @@ class PoolStorage:
         self, held: tuple[int, int, int], layers: int, heads: int, layout: TensorLayout, device: torch.device
     ) -> Tensor:
         """One tensor [N, 1 or L, 1 or H, *shape], seen as [N, L, H, *shape] with stride 0 where a block has no axis."""
-        tensor = torch.empty((*held, *layout.shape), dtype=getattr(torch, layout.dtype), device=device)
+        blocks, held_layers, held_heads = held
+        shape = (held_layers, blocks, held_heads, *layout.shape)
+        tensor = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=device).transpose(0, 1)
         ask_for_large_pages(tensor)
         self._held.append(tensor)
         return tensor.expand(held[0], layers, heads, *layout.shape)

@@ -53,7 +53,25 @@ INLINE float magnitude(const float* x, int n) {
   return bits_float(uint32_t(hmax_i(most)));
 }
 
-// x [n] times `inverse` -> int8 codes; returns their sum.
+// x [n] times `inverse` -> int8 codes; returns their sum. n is a multiple of 32.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+INLINE int round_group(const float* x, int n, float inverse, int8_t* codes) {
+  const __m256i lanes_in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256i total = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += 4 * W) {
+    __m256i code[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      const vf rounded = fma(load<vf>(x + i + v * W), splat(inverse), splat(kToInteger));
+      code[v] = _mm256_sub_epi32((__m256i)rounded, _mm256_set1_epi32(0x4b400000));
+    }
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_packs_epi32(code[2], code[3]));
+    store(codes + i, _mm256_permutevar8x32_epi32(bytes, lanes_in_order));
+    total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1)));
+  }
+  return hsum_i((vi)total);
+}
+#else
 INLINE int round_group(const float* x, int n, float inverse, int8_t* codes) {
   vi total{};
   for (int i = 0; i < n; i += W) {
@@ -64,6 +82,7 @@ INLINE int round_group(const float* x, int n, float inverse, int8_t* codes) {
   }
   return hsum_i(total);
 }
+#endif
 
 struct RowScale {  // of the span before, and the largest so far
   float before = 0.0f, most = 0.0f;
@@ -114,6 +133,20 @@ inline void quantize_row(const ProductJob& j, int64_t first, int in_panel, int r
 INLINE void put_codes(const ProductJob& j, int64_t first, int in_panel, int from, int n, const int8_t* codes) {
   const int64_t columns = j.call->matrix.columns;
   int8_t* out = j.q.codes + first * columns + 4 * from;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (n == 4 && in_panel == 4) {  // 16 columns of each row as four times four
+    for (int64_t k = 0; k < columns; k += 16, out += 64) {
+      __m128i row[4];
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; r++) row[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + r * columns + k));
+      const __m128i a = _mm_unpacklo_epi32(row[0], row[1]), b = _mm_unpacklo_epi32(row[2], row[3]);
+      const __m128i c = _mm_unpackhi_epi32(row[0], row[1]), d = _mm_unpackhi_epi32(row[2], row[3]);
+      store(out, _mm_unpacklo_epi64(a, b)), store(out + 16, _mm_unpackhi_epi64(a, b));
+      store(out + 32, _mm_unpacklo_epi64(c, d)), store(out + 48, _mm_unpackhi_epi64(c, d));
+    }
+    return;
+  }
+#endif
   for (int64_t k = 0; k < columns; k += 4, out += 4 * in_panel) {
     if (n == 4) {
 #pragma GCC unroll 4

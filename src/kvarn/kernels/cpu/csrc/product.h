@@ -34,12 +34,12 @@ INLINE void put_row(const ProductCall& c, int64_t row, int first, const float* i
 }
 
 template <int BITS, bool OFFSETS, int SPAN, int R>
-void panel_with_tiles(const ProductJob& j, int begin, int end, int64_t first) {
+void panels_with_tiles(const ProductJob& j, int begin, int end, int64_t first, int panels) {
   const ProductCall& c = *j.call;
-  const int64_t n = c.rows - first < R ? c.rows - first : R, bytes = tile_bytes(c.matrix);
-  alignas(64) float out[R * kTile];
+  const int64_t left = c.rows - first, n = left < panels * R ? left : panels * R, bytes = tile_bytes(c.matrix);
+  alignas(64) float out[(R == kPanel ? kPanelsAtOnce : 1) * R * kTile];
   for (int t = begin; t < end; t++) {
-    product_tile<BITS, OFFSETS, SPAN, R>(j, c.matrix.data + t * bytes, first, out);
+    product_tile<BITS, OFFSETS, SPAN, R>(j, c.matrix.data + t * bytes, first, panels, out);
     for (int64_t r = 0; r < n; r++) {
       if (c.out_dtype == 0) put_row<0>(c, first + r, t * kTile, out + r * kTile);
       else if (c.out_dtype == 1) put_row<1>(c, first + r, t * kTile, out + r * kTile);
@@ -52,10 +52,12 @@ template <int BITS, bool OFFSETS, int SPAN>
 void product_item(int item, void* context) {
   const ProductJob& j = *static_cast<ProductJob*>(context);
   const int begin = int(int64_t(j.n_tiles) * item / j.n_items), end = int(int64_t(j.n_tiles) * (item + 1) / j.n_items);
-  for (int64_t first = 0; first < j.call->rows; first += kPanel) {
-    switch (panel_rows(j.call->rows - first)) {
+  for (int64_t first = 0; first < j.call->rows;) {
+    const int64_t left = j.call->rows - first;
+    const int rows = panel_rows(left), panels = imax(1, imin(kPanelsAtOnce, full_panels(left)));
+    switch (rows) {
 #define KVARN_PANEL(R) \
-  case R: panel_with_tiles<BITS, OFFSETS, SPAN, R>(j, begin, end, first); break;
+  case R: if constexpr (R <= kPanel) panels_with_tiles<BITS, OFFSETS, SPAN, R>(j, begin, end, first, panels); break;
       KVARN_PANEL(1)
       KVARN_PANEL(2)
       KVARN_PANEL(4)
@@ -65,6 +67,7 @@ void product_item(int item, void* context) {
 #undef KVARN_PANEL
       default: break;
     }
+    first += int64_t(panels) * rows;
   }
 }
 
@@ -90,9 +93,10 @@ inline void run_product(const ProductCall& c) {
   j.q.sums = call_scratch.take<uint32_t>(rows * j.spans);
   parallel_for(int((c.rows + kRowsAtOnce - 1) / kRowsAtOnce), c.n_threads, quantize_rows, &j);
   // A few equal shares a thread. With many rows a share is at most what stays in the second-level cache beside them.
-  const int cached = imax(1, int(131072 / tile_bytes(w))), wanted = panels == 1 ? 0 : (j.n_tiles + cached - 1) / cached;
+  const bool few = c.rows <= kFewRows;
+  const int cached = imax(1, int(131072 / tile_bytes(w))), wanted = few ? 0 : (j.n_tiles + cached - 1) / cached;
   int shares = imax(4, (wanted + c.n_threads - 1) / c.n_threads);
-  const int most = panels == 1 ? shares : 2 * shares;
+  const int most = few ? shares : 2 * shares;
   for (int s = shares + 1; s <= most; s++)  // so that no share has a tile more than others, and a thread such ones only
     if (j.n_tiles % (s * c.n_threads) < j.n_tiles % (shares * c.n_threads)) shares = s;
   j.n_items = imin(j.n_tiles, shares * c.n_threads);

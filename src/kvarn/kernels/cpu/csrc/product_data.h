@@ -19,7 +19,17 @@ namespace {
 using namespace kvarn;
 
 constexpr int kTile = 16, kBlock = 32;
-constexpr int kPanel = 12, kRowsAtOnce = 4;  // the second divides the first
+// On AVX2 rows go in panels whose sums stay in registers, so many panels with a tile at once; offsets are multiplied with the
+// whole sums of the codes, which stand in `base`.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kPanel = 4, kPanelsAtOnce = 8;
+constexpr bool kWholeSums = true;
+#else
+constexpr int kPanel = 12, kPanelsAtOnce = 1;
+constexpr bool kWholeSums = false;
+#endif
+constexpr int kRowsAtOnce = 4;  // divides a panel
+constexpr int kFewRows = 12;  // as fast as memory gives weights, about
 
 inline int64_t tile_bytes(const BlockMatrix& w) {
   int64_t codes = int64_t(w.columns) * kTile * w.bits / 8;
@@ -35,12 +45,8 @@ inline int panel_rows(int64_t left) {
   return left <= 2 ? int(left) : left <= 4 ? 4 : left <= 6 ? 6 : left <= 8 ? 8 : kPanel;
 }
 
-// On AVX2 offsets are multiplied with the whole sums of the codes, which stand in `base`.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool kWholeSums = true;
-#else
-constexpr bool kWholeSums = false;
-#endif
+// Panels of kPanel rows, one after the other, a last one that is filled up among them.
+inline int full_panels(int64_t left) { return int(left / kPanel) + (left % kPanel != 0 && panel_rows(left % kPanel) == kPanel); }
 
 struct Quantized {  // activations of a call, a panel of R rows after the other, so that one pointer walks over all its rows
   int8_t* codes;    // [columns / 4][R][4]

@@ -38,7 +38,7 @@ INLINE void add_offsets(vf (&total)[R][V], const uint8_t* t, const uint32_t* sum
 }
 
 template <int BITS, bool OFFSETS, int SPAN, int R>
-INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, float* out) {
+INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, int, float* out) {
   const BlockMatrix& w = j.call->matrix;
   constexpr int V = kTile / W;
   const int8_t* x = j.q.codes + first * w.columns;

@@ -54,7 +54,7 @@ INLINE void add_offsets(__m512 (&total)[R], const uint8_t* t, const uint32_t* su
 }
 
 template <int BITS, bool OFFSETS, int SPAN, int R>
-INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, float* out) {
+INLINE void product_tile(const ProductJob& j, const uint8_t* t, int64_t first, int, float* out) {
   const BlockMatrix& w = j.call->matrix;
   const int8_t* x = j.q.codes + first * w.columns;
   const float* ratio = j.q.ratio + first * (j.spans + 1);

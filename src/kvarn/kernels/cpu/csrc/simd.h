@@ -129,12 +129,6 @@ INLINE int hsum_i(vi v) {
   x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 }
-INLINE void narrow_bytes(vi v, int8_t* out) {
-  const __m128i gather = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-  const __m128i low = _mm_shuffle_epi8(_mm256_castsi256_si128((__m256i)v), gather);
-  const __m128i high = _mm_shuffle_epi8(_mm256_extracti128_si256((__m256i)v, 1), gather);
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi32(low, high));
-}
 #else
 INLINE int hmax_i(vi v) {
   int x = v[0];
