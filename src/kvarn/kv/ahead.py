@@ -18,8 +18,8 @@ AHEAD_BYTES = 256 << 20
 
 
 class _Reach:
-    """How far one tensor of a pool is present, in the bytes of each of its layers; these take turns. size: bytes of a block
-    in a layer."""
+    """How far one tensor of a pool is present, in the bytes of each of its layers; these take turns. size: bytes of a
+    block in a layer."""
 
     def __init__(self, pool: BlockPool, tensor: Tensor) -> None:
         self._pool, self._tensor, self._layers = pool, tensor, tensor.shape[1]

@@ -1,7 +1,7 @@
 """The tensors of the pools: allocated once from the plan, in the layout that the formats declare.
 
-In memory a layer's blocks stand side by side, layer behind layer: attention goes through one layer at a time, and blocks
-that a sequence took one after the other are then one piece to read (ADR 0014).
+In memory a layer's blocks stand side by side, layer behind layer: attention goes through one layer at a time, and
+blocks that a sequence took one after the other are then one piece to read (ADR 0014).
 """
 
 from __future__ import annotations
