@@ -48,6 +48,14 @@ def test_bytes_per_token_are_a_full_blocks_share(kv: str) -> None:
     assert manager.plan.bytes_per_token == block.nbytes // group.pools[-1].n_blocks // 32
 
 
+@pytest.mark.parametrize("kv", ["bfloat16", "int8", "k=int4,v=turbo3"])
+def test_blocks_of_a_layer_stand_side_by_side(kv: str) -> None:
+    view = build("gqa", kv).groups[0].stores[-1].view
+    for t in (*view.k, *view.v):
+        blocks, layers = t.shape[:2]
+        assert t[0, 0].is_contiguous() and t.stride()[:2] == (t[0, 0].numel(), blocks * t[0, 0].numel()) and layers == 3
+
+
 def test_every_slot_is_poisoned_at_first_and_when_freed() -> None:
     manager = build("gqa", "float32")
     (store,) = manager.groups[0].stores
