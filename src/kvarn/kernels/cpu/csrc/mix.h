@@ -29,11 +29,11 @@ inline void group_scales(const uint16_t* x, const Column& col, int block, int gr
     store(out + block + j, (vf)_mm512_permutex2var_ps((__m512)a, next, (__m512)b));
   }
 #elif defined(__AVX2__)
+  const __m128i split = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   for (; groups == 2 && j + W <= block; j += W) {
-    const __m256 a = (__m256)f16_vf(load<vh>(x + 2 * j)), b = (__m256)f16_vf(load<vh>(x + 2 * j + W));
-    const __m256 even = _mm256_shuffle_ps(a, b, 0x88), odd = _mm256_shuffle_ps(a, b, 0xdd);  // halves of lanes: 0, 2, 1, 3
-    store(out + j, _mm256_permute4x64_pd((__m256d)even, 0xd8));
-    store(out + block + j, _mm256_permute4x64_pd((__m256d)odd, 0xd8));
+    const __m128i a = _mm_shuffle_epi8(load<__m128i>(x + 2 * j), split), b = _mm_shuffle_epi8(load<__m128i>(x + 2 * j + W), split);
+    store(out + j, _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b)));
+    store(out + block + j, _mm256_cvtph_ps(_mm_unpackhi_epi64(a, b)));
   }
 #endif
   for (; j + W <= block && groups == 1; j += W) store(out + j, f16_vf(load<vh>(x + j)));

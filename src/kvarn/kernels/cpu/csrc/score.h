@@ -19,23 +19,31 @@ inline void scale_columns(float* scores, int64_t width, int rows, const float* s
   }
 }
 
-// q' = q * scale of each channel; bias = q . zero point.
-inline void scale_queries(const float* q, int rows, int dim, const float* scale, const float* zero, float* out, float* bias) {
-  for (int r = 0; r < rows; r++, q += dim, out += dim) {
-    vf lanes{};
-    float tail = 0.0f;
-    int i = 0;
-    for (; i + W <= dim; i += W) {
-      vf x = load<vf>(q + i);
-      store(out + i, x * load<vf>(scale + i));
-      lanes = fma(x, load<vf>(zero + i), lanes);
+INLINE vf floats_at(const float* p) { return load<vf>(p); }
+INLINE vf floats_at(const uint16_t* p) { return f16_vf(load<vh>(p)); }
+INLINE float float_of(float x) { return x; }
+INLINE float float_of(uint16_t x) { return f16_float(x); }
+
+// q' = q * scale of each channel; bias = q . zero point, of R rows [dim]. Scales and zero points are floats or half-precision.
+template <int R, class T>
+INLINE void scale_queries(const float* q, int dim, const T* scale, const T* zero, float* out, float* bias) {
+  vf lanes[R] = {};
+  float tail[R] = {};
+  int i = 0;
+  for (; i + W <= dim; i += W) {
+    const vf by = floats_at(scale + i), with = floats_at(zero + i);
+    for (int r = 0; r < R; r++) {
+      const vf x = load<vf>(q + int64_t(r) * dim + i);
+      store(out + int64_t(r) * dim + i, x * by);
+      lanes[r] = fma(x, with, lanes[r]);
     }
-    for (; i < dim; i++) {
-      out[i] = q[i] * scale[i];
-      tail += q[i] * zero[i];
-    }
-    bias[r] = hsum(lanes) + tail;
   }
+  for (; i < dim; i++)
+    for (int r = 0; r < R; r++) {
+      out[int64_t(r) * dim + i] = q[int64_t(r) * dim + i] * float_of(scale[i]);
+      tail[r] += q[int64_t(r) * dim + i] * float_of(zero[i]);
+    }
+  for (int r = 0; r < R; r++) bias[r] = hsum(lanes[r]) + tail[r];
 }
 
 struct HeadRows {  // the rows of one KV head in a tile
@@ -89,15 +97,27 @@ inline void score_by_integers(const Step& s, const AttendCall& c, const Shape& h
 }
 
 inline void score_by_floats(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                            const HeadRows& rows, float* out, int64_t width, const Ahead& v) {
+                            const HeadRows& rows, float* out, int64_t width, float* bias, const Ahead& v) {
   const Side& k = col.pool->k;
   const uint8_t* codes = at(k.part[0], col.block, c.layer, rows.head);
   const float* q = (is_turbo(k.codec) ? w.q_turbo : w.q) + int64_t(rows.first) * s.k_dim;
-  if (k.codec >= kInt8)
-    halves(halves_at(k.part[1], col.block, c.layer, rows.head), is_affine(k.codec) ? s.k_dim : h.block, w.scale);
+  if (has_token_scale(k.codec)) halves(halves_at(k.part[1], col.block, c.layer, rows.head), h.block, w.scale);
   if (is_affine(k.codec)) {
-    halves(halves_at(k.part[2], col.block, c.layer, rows.head), s.k_dim, w.zero);
-    scale_queries(q, rows.n, s.k_dim, w.scale, w.zero, w.q_scaled, w.bias);
+    const uint16_t *scale = halves_at(k.part[1], col.block, c.layer, rows.head),
+                   *zero = halves_at(k.part[2], col.block, c.layer, rows.head);
+    auto scale_all = [&](const auto* by, const auto* with) {
+#define KVARN_SOME(R) \
+  scale_queries<R>(q + int64_t(r0) * s.k_dim, s.k_dim, by, with, w.q_scaled + int64_t(r0) * s.k_dim, bias + r0)
+      KVARN_ROWS(rows.n, KVARN_SOME)
+#undef KVARN_SOME
+    };
+    if (rows.n <= kMaxRows) {
+      scale_all(scale, zero);
+    } else {
+      halves(scale, s.k_dim, w.scale);
+      halves(zero, s.k_dim, w.zero);
+      scale_all(w.scale, w.zero);
+    }
     q = w.q_scaled;
   }
   if (fast_row(k.codec, h.block)) {
@@ -108,19 +128,18 @@ inline void score_by_floats(const Step& s, const AttendCall& c, const Shape& h, 
            out, width, false, v);
   }
   if (has_token_scale(k.codec)) scale_columns(out, width, rows.n, w.scale, h.block);
-  if (is_affine(k.codec))
-    for (int r = 0; r < rows.n; r++)
-      for (int j = 0; j < h.padded_block; j += W)
-        store(out + r * width + j, load<vf>(out + r * width + j) + w.bias[r]);
 }
 
-// Scores q . k of one block and head into out [rows][width] (padded_block columns of it). Products by dots or integers ask for
-// the block's values meanwhile.
+// Do scores lack each row's product with the zero points?
+INLINE bool lacks_bias(const Column& col) { return col.k_way == kPlain && is_affine(col.pool->k.codec); }
+
+// Scores q . k of one block and head into out [rows][width] (padded_block columns of it), what they lack into bias [rows]. Products
+// ask for the block's values meanwhile.
 inline void score_block(const Step& s, const AttendCall& c, const Shape& h, const Work& w, const Column& col,
-                        const HeadRows& rows, float* out, int64_t width) {
+                        const HeadRows& rows, float* out, int64_t width, float* bias) {
   const Ahead v{at(col.pool->v.part[0], col.block, c.layer, rows.head), h.ask_v[col.at].step[col.k_way]};
   if (col.k_way == kInteger) return score_by_integers(s, c, h, w, col, rows, out, width, v);
-  if (col.k_way == kPlain) return score_by_floats(s, c, h, w, col, rows, out, width, v);
+  if (col.k_way == kPlain) return score_by_floats(s, c, h, w, col, rows, out, width, bias, v);
   const uint8_t* k = at(col.pool->k.part[0], col.block, c.layer, rows.head);
   const uint32_t* q = w.q_dot + int64_t(rows.first) * (s.k_dim / 2);
   auto product = col.pool->k.codec == kBF16 ? matmul_dot<kBF16> : matmul_dot<kFP8>;
@@ -138,15 +157,16 @@ INLINE vf cap_scores(vf x, float cap) {  // cap * tanh(x / cap); the polynomial 
   return cap * (z < 0.390625f ? near : far);
 }
 
-// Scale, cap and mask one row of one block; what may not be seen becomes -inf. Returns the row's lanes of maxima.
-INLINE vf finish_scores(const AttendCall& c, const Column& col, int block, int padded, int position, float* x, vf peak) {
+// Add the bias that is lacking; scale, cap and mask one row of one block; what may not be seen becomes -inf. Returns the row's
+// lanes of maxima.
+INLINE vf finish_scores(const AttendCall& c, const Column& col, int block, int padded, int position, float bias, float* x, vf peak) {
   if (col.all_seen && block == padded && !(c.soft_cap > 0.0f)) {
     if (col.k_way == kInteger) {
       for (int j = 0; j < padded; j += W) peak = vmax(peak, load<vf>(x + j));
       return peak;
     }
     for (int j = 0; j < padded; j += W) {
-      vf v = load<vf>(x + j) * c.scale;
+      vf v = (load<vf>(x + j) + bias) * c.scale;
       store(x + j, v);
       peak = vmax(peak, v);
     }
@@ -158,7 +178,7 @@ INLINE vf finish_scores(const AttendCall& c, const Column& col, int block, int p
   oldest = imax(oldest, -1);
   const float scale = col.k_way == kInteger ? 1.0f : c.scale;
   for (int j = 0; j < padded; j += W) {
-    vf v = load<vf>(x + j) * scale;
+    vf v = (load<vf>(x + j) + bias) * scale;
     if (c.soft_cap > 0.0f) v = cap_scores(v, c.soft_cap);
     if (!col.all_seen || j + W > block) {
       vi p;
@@ -188,15 +208,17 @@ inline int score_split(const Step& s, const AttendCall& c, const Shape& h, const
       if (i + 1 < n && w.columns[i + 1].index - begin >= asked_columns)
         prefetch_k(s, *w.columns[i + 1].pool, w.columns[i + 1].block, c.layer, rows.head, 0);
       prefetch_v(s, *col.pool, col.block, c.layer, rows.head, h.ask_v[col.at].from[col.k_way]);
-      score_block(s, c, h, w, col, rows, w.scores + rows.first * width + i * h.padded_block, width);
+      score_block(s, c, h, w, col, rows, w.scores + rows.first * width + i * h.padded_block, width,
+                  w.column_bias + i * h.rows + rows.first);
     }
   }
   for (int r = 0; r < t.n_rows; r++) {
     const int position = s.positions[row_of(h, t, r).token];
     vf lanes = splat(-__builtin_inff());
     for (int i = 0; i < n; i++)
-      lanes = finish_scores(c, w.columns[i], h.block, h.padded_block, position, w.scores + r * width + i * h.padded_block,
-                            lanes);
+      lanes = finish_scores(c, w.columns[i], h.block, h.padded_block, position,
+                            lacks_bias(w.columns[i]) ? w.column_bias[i * h.rows + r] : 0.0f,
+                            w.scores + r * width + i * h.padded_block, lanes);
     peak[r] = n ? hmax(lanes) : -__builtin_inff();
   }
   return n;

@@ -131,7 +131,7 @@ INLINE Row row_of(const Shape& h, const Tile& t, int r) {
 }
 
 struct Work {  // scratch of one tile; what belongs to queries is [rows][...]
-  float *q, *q_turbo, *q_scaled, *scores, *stage, *mix_turbo, *bias;
+  float *q, *q_turbo, *q_scaled, *scores, *stage, *mix_turbo, *bias, *column_bias;  // the last: [columns][rows]
   float *scale, *zero;  // of one block, as floats, [groups][tokens] for values
   uint32_t *q_dot, *p_dot;
   int8_t *q_int8, *q_block;  // digits of the queries for int8 keys; for one block of packed codes
@@ -167,6 +167,7 @@ INLINE Work lay_out(Take take, const Step& s, const Shape& h) {
   w.stage = take(float{}, imax(imax(s.k_dim, h.block) * imax(h.padded_block, h.padded_v), h.columns * h.block * s.v_dim / 2));
   w.mix_turbo = take(float{}, rows * h.padded_v);
   w.bias = take(float{}, rows);
+  w.column_bias = take(float{}, rows * h.columns);
   w.scale = take(float{}, scale_floats(s, h));
   w.zero = take(float{}, scale_floats(s, h));
   w.q_int8 = take(int8_t{}, digits);
