@@ -35,18 +35,16 @@ class _Reach:
         return self._next * done + (self._layers - self._next) * left
 
     def go_on(self) -> bool:
-        """One page more, behind what was written to anyway. False where the system does not do that."""
+        """A page's bytes more, behind what was written to anyway. False where the system does not do that."""
         if self._next == 0:
             self._begin = max(self._present, self._pool.fresh * self._size)
             self._end = min(self._bytes, self._begin + PAGE_BYTES)
         first = self._next * self._bytes
-        begin, end = first + self._begin, first + self._end
-        if self._end < self._bytes:  # up to a boundary of pages: layers begin anywhere in them
-            end = begin + PAGE_BYTES - (self._tensor.data_ptr() + begin) % PAGE_BYTES
         self._next = (self._next + 1) % self._layers
         if self._next == 0:
             self._present = self._end
-        return end - begin < 2 * SMALL_PAGE_BYTES or make_present(self._tensor, begin, end)
+        whole_pages = self._end - self._begin >= 2 * SMALL_PAGE_BYTES
+        return not whole_pages or make_present(self._tensor, first + self._begin, first + self._end)
 
 
 class BlocksAhead:

@@ -55,13 +55,14 @@ def test_memory_is_present_ahead_of_what_was_taken() -> None:
     assert present_bytes(k) + present_bytes(v) < 8 * MIB, "nothing was written yet"
     ahead = BlocksAhead(manager.groups, 16 * MIB)
     assert fill(ahead) == 16, "a page of 2 MiB in each of 8 layers"
-    assert 14 * MIB <= present_bytes(k) <= 18 * MIB and 14 * MIB <= present_bytes(v) <= 18 * MIB, "not the whole pool"
+    whole, most = 16 * MIB, 34 * MIB  # layers begin anywhere in pages, so each may touch two
+    assert whole <= present_bytes(k) <= most and whole <= present_bytes(v) <= most, "not the whole pool"
     ahead.after_step()
     assert fill(ahead) == 0
     assert pool.take(32) is not None and pool.fresh == 32
     ahead.after_step()
     assert fill(ahead) == 15, "a step's end does not wait for more than a page"
-    assert present_bytes(v) >= 28 * MIB, "in each layer behind the 2 MiB that were taken"
+    assert present_bytes(v) >= 32 * MIB, "in each layer 2 MiB behind the 2 that were taken"
 
 
 def test_what_a_tensor_holds_stays() -> None:
